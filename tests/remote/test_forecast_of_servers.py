@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from forerun.economy import expected_tokens
-from forerun.remote.advice import advice_of
 from forerun.remote.counters import SpeculationCounts
 from forerun.remote.depths import LIKELY
 from forerun.remote.dialects import dialect_of
-from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from
+from forerun.remote.forecast import ServedCell, advice_of, cell_of, expected_to_hurt_from, hurts_from
 from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock, ServerPlan
 from forerun.remote.tuning import ServerTuning
 from forerun.traffic.client import TimedAnswer

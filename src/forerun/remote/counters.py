@@ -6,6 +6,7 @@ verifications, and has gauges for the rest.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +23,7 @@ NAMES = {
     "spec_accept_length": "accept_length",
     "spec_num_steps": "depth",
 }
-GAUGES = ("accept_length", "depth")
+GAUGES = {"accept_length", "depth"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,7 @@ def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    totals: dict[str, float] = {}
-    gauges: dict[str, list[float]] = {}
-    at_depth: dict[int, float] = {}
+    values, at_depth = defaultdict[str, list[float]](list), defaultdict[int, float](float)
     try:
         samples = [sample for family in text_string_to_metric_families(metrics or "") for sample in family.samples]
     except ValueError:
@@ -74,16 +73,13 @@ def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
         if not prefix or not sample.name.startswith(prefix):
             continue
         if name == PER_POSITION:
-            position = int(sample.labels["position"])
-            at_depth[position] = at_depth.get(position, 0.0) + sample.value
-        elif NAMES.get(name) in GAUGES:
-            gauges.setdefault(NAMES[name], []).append(sample.value)
+            at_depth[int(sample.labels["position"])] += sample.value
         elif name in NAMES:
-            totals[NAMES[name]] = totals.get(NAMES[name], 0.0) + sample.value
-    for name, values in gauges.items():
-        of_engines = [value for value in values if value > 0]  # an engine without requests reports 0
-        totals[name] = sum(of_engines) / len(of_engines) if of_engines else 0.0
-    accepted = tuple(at_depth.get(position, 0.0) for position in range(max(at_depth, default=-1) + 1))
+            values[NAMES[name]].append(sample.value)
+    totals: dict[str, Any] = {name: sum(each) for name, each in values.items()}
+    for name in GAUGES & totals.keys():
+        totals[name] /= max(1, sum(value > 0 for value in values[name]))  # an engine without requests reports 0
+    accepted = tuple(at_depth[position] for position in range(max(at_depth, default=-1) + 1))
     return SpeculationCounts(**totals, accepted_at_depth=accepted)
 
 

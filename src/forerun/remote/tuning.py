@@ -8,10 +8,9 @@ from typing import Any
 
 from forerun.machine import disturbs
 from forerun.prove.proof import jsonable
-from forerun.remote.advice import advice_of
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect
-from forerun.remote.forecast import ServedCell, cell_of, expected_to_hurt_from, hurts_from
+from forerun.remote.forecast import ServedCell, advice_of, cell_of, expected_to_hurt_from, hurts_from
 from forerun.remote.measure import PLAIN, ServedBlock, ServedContender, ServerPlan
 
 

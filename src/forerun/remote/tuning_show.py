@@ -11,9 +11,8 @@ from rich.text import Text
 from forerun.bench.show import medians, number, speed_up_cells
 from forerun.figure_table import Cell, FigureTable, counted, fact_table
 from forerun.machine import disturbance
-from forerun.remote.advice import DepthAdvice, advice_of
 from forerun.remote.depths import DepthRange
-from forerun.remote.forecast import ServedCell, expected_to_hurt_from, hurts_from
+from forerun.remote.forecast import DepthAdvice, ServedCell, advice_of, expected_to_hurt_from, hurts_from
 from forerun.remote.tuning import ServerTuning
 
 HEADS = (

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from forerun.accept.delta import Delta, Segment
 from forerun.async_llm import DeltaQueue
@@ -28,7 +29,6 @@ from forerun.replicas.replica import Call, ReplicaNews
 from forerun.replicas.routes import Route
 from forerun.request import Request
 from forerun.serve.gate import OpenRequest
-from forerun.serve.metrics import MetricReader
 from forerun.serve.problems import ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
@@ -161,7 +161,7 @@ class ReplicaFront:
             raise ReplicaLost("the replica stopped before the answer was complete.")
 
 
-class ReplicaService(Service):
+class ReplicaService(Service, Collector):
     """A service whose engines are replicas in other processes; `llm` is a RemoteLLM of their model.
 
     It collects their last metrics, each labelled with its replica's name.
@@ -177,7 +177,7 @@ class ReplicaService(Service):
         """The deltas of admitted sequences from replicas."""
         return self.replica_front.follow(answers, entry.session_id, partial(self.gate.free, entry))
 
-    def reader(self) -> MetricReader:
+    def reader(self) -> Collector:
         """The Prometheus collector of the replicas."""
         return self
 

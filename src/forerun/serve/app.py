@@ -221,7 +221,7 @@ class HttpRoutes:
             log.error("A request was answered with %d (%s): %s\n%s", problem.status, problem.code, what, trace)
         return problem
 
-    def problem(self, request: Request, error: Exception) -> Response:
+    async def problem(self, request: Request, error: Exception) -> Response:
         """The response to a request whose handler raised."""
         if isinstance(error, ClientGone | ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
@@ -239,7 +239,7 @@ class HttpRoutes:
                 try:
                     return await handler(request)
                 except Exception as error:
-                    return self.problem(request, error)
+                    return await self.problem(request, error)
 
         return handle
 
@@ -271,10 +271,7 @@ def application(service: Service) -> FastAPI:
         if method == "GET":  # HEAD gives the headers of GET
             app.add_api_route(path, answering, methods=["HEAD"], include_in_schema=False)
 
-    async def no_route(request: Request, error: Exception) -> Response:
-        return routes.problem(request, error)
-
-    app.add_exception_handler(HTTPException, no_route)
+    app.add_exception_handler(HTTPException, routes.problem)
     app.add_middleware(Envelope, hosts=service.settings.hosts, metrics=service.metrics)
     return app
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Counts, Stats
@@ -29,16 +30,7 @@ MOST_POSITIONS = 16  # with an acceptance histogram per position
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
-@runtime_checkable
-class MetricReader(Protocol):
-    """The interface of a Prometheus collector."""
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics at this moment."""
-        ...
-
-
-class EngineReader:
+class EngineReader(Collector):
     """Reads the engine's counters, queue lengths and memory at each scrape."""
 
     def __init__(self, llm: LLM, gate: Gate) -> None:
@@ -114,7 +106,7 @@ def labelled(
 class Metrics:
     """The metrics of one server, in a registry of their own; `reader` collects those of its engine."""
 
-    def __init__(self, reader: MetricReader) -> None:
+    def __init__(self, reader: Collector) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(reader)
 

@@ -13,6 +13,8 @@ from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from prometheus_client.registry import Collector
+
 from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
 from forerun.engine.sequence import Sequence
@@ -27,7 +29,7 @@ from forerun.serve.envelope import encode_json, encode_json_pieces
 from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.message_answers import MessageWriter
-from forerun.serve.metrics import EngineReader, MetricReader, Metrics
+from forerun.serve.metrics import EngineReader, Metrics
 from forerun.serve.parse import prepared
 from forerun.serve.problems import TOO_LONG, ApiError, problem_of
 from forerun.serve.records import FINISHED, LEFT, SpanSink, log_request, record_of
@@ -185,7 +187,7 @@ class Service:
         assert isinstance(self.front, AsyncLLM), "a service with another front overrides this"
         return self.front.follow(answers.sequences, partial(self.gate.free, entry))
 
-    def reader(self) -> MetricReader:
+    def reader(self) -> Collector:
         """The Prometheus collector of the engine."""
         return EngineReader(self.llm, self.gate)
 
