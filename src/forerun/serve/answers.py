@@ -80,9 +80,10 @@ class Writer(ABC):
 
     def parts_of(self, delta: Delta, index: int = 0) -> list[AnswerPart]:
         """The parts that a delta adds to a choice, without reasoning unless the body includes it."""
-        splitter = self.splitters[index] = self.splitters.get(index) or AnswerSplitter(self.parsed.form)
-        hidden = None if self.parsed.include_reasoning else "reasoning"
-        return [part for part in splitter.take(delta) if part.kind != hidden]
+        if index not in self.splitters:
+            self.splitters[index] = AnswerSplitter(self.parsed.form)
+        parts = self.splitters[index].take(delta)
+        return parts if self.parsed.include_reasoning else [part for part in parts if part.kind != "reasoning"]
 
     @property
     def deltas(self) -> list[Delta]:
