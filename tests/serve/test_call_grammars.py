@@ -55,7 +55,7 @@ NAMES = [name for name in TEMPLATES if name != "Harmony"]
 
 def use(name: str, mode: str = "required", **options: Any) -> ToolUse:
     """The functions, to be called in a form."""
-    return ToolUse([], FUNCTIONS, NAMED[name], mode, **{"several": True} | options)  # type: ignore[arg-type]
+    return ToolUse(FUNCTIONS, NAMED[name], mode, **{"several": True} | options)  # type: ignore[arg-type]
 
 
 def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -109,7 +109,7 @@ def test_what_is_drawn_from_a_grammar_is_read_as_calls(name: str) -> None:
         "weather": WEATHER | {"properties": dict(list(WEATHER["properties"].items())[:2])},
         "now": FUNCTIONS["now"],
     }
-    grammar = ToolUse([], drawn, NAMED[name], "required", False).grammar({})
+    grammar = ToolUse(drawn, NAMED[name], "required", False).grammar({})
     params = [SamplingParams(grammar=grammar, max_tokens=400, seed=seed, temperature=1.2) for seed in range(4)]
     whole = 0
     for result in plain().generate(["Once"] * len(params), params):
@@ -126,7 +126,7 @@ def test_what_is_drawn_from_a_grammar_is_read_as_calls(name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen3-Coder", "GLM-4.5"])
 def test_a_pattern_may_have_slashes_in_any_spelling(name: str, pattern: str) -> None:
     schema = {"properties": {"a": {"type": "string", "pattern": pattern}}}
-    grammar = ToolUse([], {"f": schema}, NAMED[name], "required", False).grammar({})
+    grammar = ToolUse({"f": schema}, NAMED[name], "required", False).grammar({})
     assert accepts(grammar, written(name, ("f", {"a": "a/b"})))
     assert not accepts(grammar, written(name, ("f", {"a": "ab"})))
 
@@ -134,7 +134,7 @@ def test_a_pattern_may_have_slashes_in_any_spelling(name: str, pattern: str) -> 
 @pytest.mark.parametrize("kind", [str, int])
 def test_all_of_many_choices_may_be_made(kind: Any) -> None:
     schema = {"properties": {"a": {"enum": [kind(i) for i in range(200)]}}}
-    grammar = ToolUse([], {"f": schema}, NAMED["Qwen3-Coder"], "required", False).grammar({})
+    grammar = ToolUse({"f": schema}, NAMED["Qwen3-Coder"], "required", False).grammar({})
     for i, right in ((0, True), (63, True), (64, True), (199, True), (200, False)):
         assert accepts(grammar, written("Qwen3-Coder", ("f", {"a": kind(i)}))) == right
 
@@ -147,7 +147,7 @@ def test_one_definition_may_be_meant_very_often(beside: Any, inside: Any) -> Non
     schema = {"$defs": {"d": {f"k{i}": 0 for i in range(8_000)} | inside}, "properties": often}
     began_s = time.thread_time()
     with pytest.raises(ApiError) as refusal:
-        ToolUse([], {"f": schema}, NAMED["Qwen3-Coder"], "required", True).grammar({})
+        ToolUse({"f": schema}, NAMED["Qwen3-Coder"], "required", True).grammar({})
     text = "<tool_call><function=f><parameter=p1>7</parameter></function></tool_call>"
     assert [kind for kind, _ in parts(answer("Qwen3-Coder", {"f": schema}), [text])] == ["call"]
     assert time.thread_time() - began_s < 1
@@ -172,7 +172,7 @@ UNKEPT = [
 
 @pytest.mark.parametrize(("schema", "why"), UNKEPT)
 def test_what_a_form_cannot_keep_of_a_schema_is_refused(schema: Any, why: str) -> None:
-    tools = ToolUse([], {"f": schema}, NAMED["Qwen3-Coder"], "required", True)
+    tools = ToolUse({"f": schema}, NAMED["Qwen3-Coder"], "required", True)
     with pytest.raises(ApiError, match=f"{why}.*cannot be kept in calls in the form of Qwen3-Coder") as refusal:
         tools.grammar({})
     assert refusal.value.param == "tools"
@@ -195,7 +195,7 @@ def test_no_schema_is_answered_with_a_fault_of_the_server(schema: Any) -> None:
     text = "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"
     assert [kind for kind, _ in parts(answer("Qwen3-Coder", {"f": schema}), [text])] == ["call"]
     with suppress(ApiError, InvalidGrammar):
-        tools = ToolUse([], {"f": schema}, NAMED["Qwen3-Coder"], "required", True)
+        tools = ToolUse({"f": schema}, NAMED["Qwen3-Coder"], "required", True)
         grammar = tools.grammar({})
         assert grammar is not None
         plain().requests.matchers.matcher(grammar)

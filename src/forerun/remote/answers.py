@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -89,7 +89,6 @@ class Questioner:
 
     server: RemoteServer
     mode: SpeculationMode
-    extra: Mapping[str, Any] = field(default_factory=dict)
     most_likely: int | None = None
 
     def body(self, prompt: Passage, temperature: float, max_tokens: int, seed: int, likely: int) -> dict[str, Any]:
@@ -107,7 +106,6 @@ class Questioner:
             **dialect.unfiltered,
             **chances,
             **self.mode.field,
-            **self.extra,
         }
 
     async def learn(self, prompt: Passage, limit: TimeLimit = NO_LIMIT) -> None:

@@ -69,7 +69,6 @@ class ReplicaNews:
     `problem`: the arguments of the ApiError that ended the request.
     """
 
-    replica: str
     fingerprint: str
     deltas: Seq[Delta] = ()
     states: Mapping[int, SampleState] = field(default_factory=dict)
@@ -135,7 +134,7 @@ class Replica:
                     changed = {delta.sample for delta in each if delta.sample not in begun or delta.finish_reason}
                     begun |= changed
                     states = {sample: SampleState.of(sequences[sample], came_s) for sample in changed}
-                    yield ReplicaNews(self.name, self.llm.fingerprint, each, states)
+                    yield ReplicaNews(self.llm.fingerprint, each, states)
         except EngineClosed:
             raise
         except ForerunError as error:
@@ -143,7 +142,7 @@ class Replica:
             if problem.status >= 500:
                 log.error("A request failed: %s", error)
             arguments = {name: getattr(problem, name) for name in ("status", "message", "code", "param", "kind")}
-            yield ReplicaNews(self.name, self.llm.fingerprint, problem=arguments)
+            yield ReplicaNews(self.llm.fingerprint, problem=arguments)
 
 
 async def gathered(items: AsyncGenerator[T, None]) -> AsyncGenerator[list[T], None]:

@@ -145,14 +145,15 @@ class HttpRoutes:
 
     def model_object(self) -> dict[str, Any]:
         """OpenAI's model object, with the context length and the fingerprint."""
-        fields = {
-            "id": self.service.model_name,
+        service, llm = self.service, self.service.llm
+        limits = {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
+        return {
+            "id": service.model_name,
             "object": "model",
-            "created": self.service.started,
+            "created": service.started,
             "owned_by": "forerun",
+            **limits,
         }
-        llm = self.service.llm
-        return fields | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: special tokens and chat template."""

@@ -105,9 +105,7 @@ def served_members(members: Mapping[str, Any], known: FieldTable, path: str, che
             if entry.types and value is not None and not entry.takes(value):
                 param, kinds = joined(path, name), " or ".join(TYPES[each] for each in entry.types)
                 raise refused(param, f"{shown(value)} must be {kinds}.", param=param)
-            kept[name] = (
-                value if entry.members is None else served_value(value, entry.members, joined(path, name), check)
-            )
+            kept[name] = served_value(value, entry.members, joined(path, name), check) if entry.members else value
         elif entry.kind == "unserved" and value is not None and not entry.accepts(value):
             param = joined(path, name)
             raise unserved(param, value, entry.answer, param)
@@ -116,14 +114,10 @@ def served_members(members: Mapping[str, Any], known: FieldTable, path: str, che
 
 def served_value(value: Any, known: FieldTable, path: str, check: NameCheck) -> Any:
     """An object, or each object of a list, with its served members only; other values unchanged."""
-    if isinstance(value, dict):
-        return served_members(value, known, path, check)
     if isinstance(value, list):
-        return [
-            served_members(item, known, f"{path}[{place}]", check) if isinstance(item, dict) else item
-            for place, item in enumerate(value)
-        ]
-    return value
+        items = ((each, f"{path}[{place}]") for place, each in enumerate(value))
+        return [served_members(each, known, at, check) if isinstance(each, dict) else each for each, at in items]
+    return served_members(value, known, path, check) if isinstance(value, dict) else value
 
 
 def joined(path: str, name: str) -> str:

@@ -32,7 +32,6 @@ class ToolUse:
     are enforced even if no call is required.
     """
 
-    tools: Seq[Mapping[str, Any]]
     allowed: Mapping[str, Mapping[str, Any]]
     form: CallForm
     mode: ToolMode
@@ -72,7 +71,7 @@ def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolU
     mode, allowed, one = choice_of(choice, schemas)
     if choice == "none":
         return None
-    return ToolUse(tools, allowed, form_of(), mode, given.get("parallel_tool_calls", True) and not one, strict)
+    return ToolUse(allowed, form_of(), mode, given.get("parallel_tool_calls", True) and not one, strict)
 
 
 def function_of(tool: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
