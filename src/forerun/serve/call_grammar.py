@@ -78,16 +78,16 @@ def of_object(schema: Schema | None) -> Grammar:
 def tagged_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts: Parts) -> str:
     """The rules of a call written as a name and tagged parameters, in the order of the schema."""
     of_object(schema)  # raises for a schema that is too long
+    schema = schema or {}
     ending = form.value[1].strip()
     rules = [f"until_{i}[lazy]: ANY {quoted(ending)}"]
-    whole = {} if schema is None else object_of(schema)
+    whole = object_of(schema)
     if unkept := whole.keys() - OF_OBJECTS:
         raise unenforceable(form, f"{shown(min(unkept))} of the arguments of {shown(name)}")
     room = Room()
-    parameters = {} if schema is None else parameters_of(schema, room)
+    parameters, required = parameters_of(schema, room), required_of(schema)
     if room.num_members < 0:
         raise unenforceable(form, f"all that the references in the arguments of {shown(name)} stand for")
-    required = [] if schema is None else required_of(schema)
     uses, size = [], 0
     if not parameters and whole.get("additionalProperties") is not False:
         uses.append(f"any_{i}*")
@@ -100,7 +100,7 @@ def tagged_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts:
             raise unenforceable(form, f"more than {MOST_ALTERNATIVES} alternatives of {shown(key)}")
         values = [text_rule(form, f"{i}_{k}_{j}", leaf, rules) for j, leaf in enumerate(alternatives) if is_text(leaf)]
         if not values:
-            definitions = {word: schema[word] for word in DEFINITIONS if schema and word in schema}
+            definitions = {word: schema[word] for word in DEFINITIONS if word in schema}
             parts[f"value_{i}_{k}"] = Grammar.json({**definitions, "anyOf": list(alternatives)})
             values = [f"@value_{i}_{k} {quoted(form.value[1])}"]
             size += parts[f"value_{i}_{k}"].num_characters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -45,7 +46,7 @@ def page_routes(service: Service) -> Iterator[tuple[str, PageHandler]]:
     """The page's (path, handler) pairs, all for GET."""
     folder = resources.files("forerun").joinpath("serve").joinpath("page")
     for path, (name, kind) in FILES.items():
-        yield path, file_handler(folder.joinpath(name).read_bytes(), kind)
+        yield path, partial(page_file, folder.joinpath(name).read_bytes(), kind)
 
     async def settings(request: Request) -> Response:
         service.keys.tenant(request.headers.get("authorization"))  # raises without a valid key
@@ -54,13 +55,9 @@ def page_routes(service: Service) -> Iterator[tuple[str, PageHandler]]:
     yield "/page/settings", settings
 
 
-def file_handler(content: bytes, kind: str) -> PageHandler:
-    """The handler of one file."""
-
-    async def file(_: Request) -> Response:
-        return Response(content, media_type=kind, headers=HEADERS)
-
-    return file
+async def page_file(content: bytes, kind: str, _: Request) -> Response:
+    """The response with one file."""
+    return Response(content, media_type=kind, headers=HEADERS)
 
 
 def settings_of(service: Service) -> dict[str, Any]:
