@@ -32,7 +32,7 @@ from forerun.control.forecast import Forecast, forecast_line, forecasts
 from forerun.device import Placement
 from forerun.draft.auto import settled_draft
 from forerun.draft.base import MERGED, Drafter
-from forerun.draft.plan import DraftContext, DraftPlan
+from forerun.draft.plan import DraftContext, DraftPlan, check_drafter
 from forerun.drafters import draft_label, plan_drafter
 from forerun.ecosystem import REQUEST_WORDS, check_words, drafting_of, memory_of
 from forerun.engine.calibration import calibrate
@@ -41,7 +41,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.memory import pass_sizes, plan_engine
 from forerun.engine.request_check import RequestChecker
 from forerun.engine.sequence import Sequence
-from forerun.errors import InvalidRequest, UnknownDrafter
+from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.machine import Machine
 from forerun.models.generation import FILE as GENERATION_FILE
@@ -357,9 +357,7 @@ def draft_plan(draft: str | Drafter | None, context: DraftContext) -> DraftPlan:
     """The DraftPlan of a specification, of a Drafter object, or of no drafter."""
     if isinstance(draft, str):
         return plan_drafter(draft, context)
-    lacking = [part for part in vars(Drafter) if not (part.startswith("_") or draft is None or hasattr(draft, part))]
-    if lacking:
-        problem = f"nor a Drafter: it has no {lacking[0]}"
-        raise UnknownDrafter(f"draft: {draft!r} is neither a specification, such as 'ngram', {problem}.")
+    if draft is not None:
+        check_drafter(draft, context.target.config.layers)
     num_members = len(draft.names) - 1 if draft is not None and MERGED in draft.names else 1
     return DraftPlan({}, lambda _tokens, _progress, _target: draft, num_members=num_members)

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 from forerun.annotations import ProgressCallback
 from forerun.cache.plan import ModelMemory
-from forerun.draft.base import Drafter, Judge
+from forerun.draft.base import Drafter, Judge, StateDrafter
 from forerun.draft.spec import DraftSpec
 from forerun.errors import UnknownDrafter
+from forerun.limits import shown
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.text.tokenizer import Tokenizer
@@ -87,6 +88,29 @@ def free_name(name: str, taken: Collection[str]) -> str:
     """The name, with a number if it is taken."""
     numbered = (f"{name} ({i})" for i in itertools.count(2))
     return name if name not in taken else next(each for each in numbered if each not in taken)
+
+
+def check_drafter(drafter: Drafter, num_layers: int) -> None:
+    """Raise UnknownDrafter for an object that is no drafter for a target of so many layers."""
+    lacking = [part for part in vars(Drafter) if not (part.startswith("_") or hasattr(drafter, part))]
+    if lacking:
+        problem = f"nor a Drafter: it has no {lacking[0]}"
+    elif isinstance(drafter, type):
+        problem = f"but a class: give an object of it, as in {drafter.__name__}()"
+    elif not (is_sequence(drafter.names, str) and drafter.names):
+        problem = f"nor a Drafter: its names, {shown(drafter.names)}, must be a tuple of strings, such as ('phrases',)"
+    elif not (is_sequence(drafter.taps, int) and all(-1 <= tap <= num_layers for tap in drafter.taps)):
+        problem = f"nor a Drafter: its taps, {shown(drafter.taps)}, must be a tuple of numbers from -1 to {num_layers}"
+    elif drafter.taps and not isinstance(drafter, StateDrafter):
+        problem = "nor a Drafter: with taps it needs the method adoptable; one that returns 0 is enough"
+    else:
+        return
+    raise UnknownDrafter(f"draft: {shown(drafter)} is neither a specification, such as 'ngram', {problem}.")
+
+
+def is_sequence(value: object, kind: type) -> bool:
+    """Whether the value is a tuple or a list of such items."""
+    return isinstance(value, tuple | list) and all(isinstance(each, kind) for each in value)
 
 
 def refuse_members(spec: DraftSpec) -> None:

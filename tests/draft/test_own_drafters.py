@@ -1,0 +1,60 @@
+"""An object that is no drafter is refused before the target is loaded, with what it lacks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.plan import check_drafter
+from forerun.errors import UnknownDrafter
+from forerun.sampling.draws import Draws
+from forerun.tree import DraftTree
+from kit.checkpoints import TARGET
+from kit.drafters import Stateless
+from kit.unchecked import unchecked
+
+
+class Resting(Stateless):
+    """Never drafts."""
+
+    def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
+        return Draft(DraftTree.bare(draws.roots_tokens))
+
+
+class Tapping(Resting):
+    """Reads states, and does without them where the target does not read."""
+
+    taps = (0, 5, -1)
+
+    def adoptable(self, text: Sequence[int], most: int, salt: object) -> int:
+        return 0
+
+
+def of(kind: type[Resting], **parts: object) -> Any:
+    """A drafter with other parts."""
+    return type(kind.__name__, (kind,), parts)()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "problem"),
+    [
+        (5, "5 is neither a specification, such as 'ngram', nor a Drafter: it has no taps"),
+        (Resting, r"but a class: give an object of it, as in Resting\(\)"),
+        (of(Resting, names="mine"), "its names, 'mine', must be a tuple of strings"),
+        (of(Resting, names=()), r"its names, \(\), must be a tuple of strings"),
+        (of(Resting, taps="all"), "its taps, 'all', must be a tuple of numbers from -1 to 5"),
+        (of(Tapping, taps=(6,)), r"its taps, \(6,\), must be a tuple of numbers from -1 to 5"),
+        (of(Tapping, taps=(-2,)), r"its taps, \(-2,\), must be a tuple of numbers from -1 to 5"),
+        (of(Resting, taps=(0,)), "with taps it needs the method adoptable; one that returns 0 is enough"),
+    ],
+)
+def test_an_object_that_is_no_drafter_is_refused_with_what_it_lacks(drafter: Any, problem: str) -> None:
+    with unchecked(), pytest.raises(UnknownDrafter, match=problem):
+        LLM(str(TARGET), drafter)
+
+
+@pytest.mark.parametrize("drafter", [Resting(), Tapping(), of(Resting, names=["a", "b"]), of(Tapping, taps=[5])])
+def test_drafters_are_accepted(drafter: Any) -> None:
+    check_drafter(drafter, num_layers=5)
