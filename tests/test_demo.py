@@ -23,7 +23,7 @@ from forerun.bench.run import Timed
 from forerun.demo import material
 from forerun.demo.material import BUNDLED_DRAFT, QUESTIONS, DemoPrompt, Pair, chat_prompts, load_prompts
 from forerun.demo.race import LEAST_TOKENS, Comparison, PromptScore, RaceSetup, Score, Side, affordable_tokens
-from forerun.demo.screen import FinalAnswers, Panels, card, view_of
+from forerun.demo.screen import FinalAnswers, Panels, demo_card, view_of
 from forerun.models.bundled import BUNDLED
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ def test_the_card_says_what_the_events_say(setup: RaceSetup, monkeypatch: pytest
     reached = [sum(row.offered > depth for row in rows) for depth in range(3)]
     taken = [sum(row.accepted > depth for row in rows) for depth in range(3)]
     score = score_of(steps)
-    text = shown(card("the models", [PromptScore("a/story.py", 0.7, 40, score)], score, [("about", "a detail")]))
+    text = shown(demo_card("the models", [PromptScore("a/story.py", 0.7, 40, score)], score, [("about", "a detail")]))
     numbers = f"{speeds[Side.PLAIN]:.1f} +{speeds[Side.SPECULATIVE]:.1f}"
     line = f"{numbers} +×{speeds[Side.SPECULATIVE] / speeds[Side.PLAIN]:.2f} +{per_round:.2f} +yes"
     assert re.search(f"story.py +0.7 +{line}", text)
@@ -173,7 +173,7 @@ def shown(what: object, width: int = 200) -> str:
 def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> None:
     score = made_score(1.0, drafted_s)  # three tokens per drafted round, of three times a plain one's time
     assert score.pays == pays
-    text = shown(card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
+    text = shown(demo_card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
     assert score.verdict in text
     assert ("does not pay on this machine" in text) == (not pays)
     assert text.count(score.costs) == (1 if pays else 2)
@@ -183,14 +183,16 @@ def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> 
 
 def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
     loss, gain = made_score(1.0, 4.0), made_score(1.0, 0.5)
-    text = shown(card("", [PromptScore("x/slow.py", 1.0, 7, loss), PromptScore("fast.py", 1.0, 7, gain)], gain, []))
+    text = shown(
+        demo_card("", [PromptScore("x/slow.py", 1.0, 7, loss), PromptScore("fast.py", 1.0, 7, gain)], gain, [])
+    )
     assert f"It does not pay on slow.py at temperature 1 (×{loss.speed_up:.2f})." in text
 
 
 def test_different_tokens_are_shouted() -> None:
     score = made_score(1.0, 1.0)
     score.speculative.token_ids[3] += 1
-    text = shown(card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
+    text = shown(demo_card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
     assert "The tokens differ" in text
     assert "are the same" not in text
     assert re.search("a.py .* NO", text)
@@ -198,7 +200,7 @@ def test_different_tokens_are_shouted() -> None:
 
 def test_nothing_to_compare_is_no_loss() -> None:
     assert "too little text" in Score().verdict
-    assert "does not pay" not in shown(card("", [PromptScore("a.py", 0.0, 2, Score())], Score(), []))
+    assert "does not pay" not in shown(demo_card("", [PromptScore("a.py", 0.0, 2, Score())], Score(), []))
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 20.0, 60.0, 140.0, 10_000.0])
@@ -269,7 +271,7 @@ def test_any_terminal_shows_a_race_to_its_end(width: int, height: int) -> None:
             frame = shown(view._frame(), width).splitlines()
             assert len(frame) < height
             assert max(map(len, frame)) <= width
-    console.print(card("the models", [PromptScore("a/story.py", 0.0, 50, score)], score, []))
+    console.print(demo_card("the models", [PromptScore("a/story.py", 0.0, 50, score)], score, []))
     seen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
     if width >= 60:
         assert seen.count("word49") >= 2

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
-from benchmarks.gpu.clock import wait
 from benchmarks.gpu.setting import Setting, WeightFormat
 from benchmarks.peers.huggingface import load
 from benchmarks.peers.protocol import Mode, Setup
@@ -22,6 +21,7 @@ from benchmarks.peers.protocol import Mode, Setup
 from forerun import LLM, SamplingParams
 from forerun.device import Captures
 from forerun.heads.widen import cached_widened_drafter
+from forerun.machine import wait_for
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
 from forerun.models.loading import Blueprint
 from forerun.models.widen import Wider, cached_widened
@@ -116,10 +116,10 @@ def best_of_two(body: Callable[[], Result], setting: Setting) -> tuple[float, Re
     both runs were measured, each of which took them time."""
     times, captured = [], [0]
     for _ in range(1 if setting.dry else 3):
-        wait(setting.device)
+        wait_for(setting.device)
         captured.append(Captures.num)
         started = time.perf_counter()
         result = body()
-        wait(setting.device)
+        wait_for(setting.device)
         times.append(time.perf_counter() - started)
     return min(times[-2:]), result, Captures.num - captured[-2:][0]

@@ -49,16 +49,18 @@ def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def drawing(device: torch.device) -> Callable[..., Tensor]:
+    """What draws a tensor of a shape, in bfloat16."""
+    noise = torch.Generator(device).manual_seed(0)
+    return partial(torch.randn, generator=noise, device=device, dtype=torch.bfloat16)
+
+
 def products(setting: Setting, form: WeightFormat) -> None:
     """Every product of a layer, and the head's, by rows."""
     backend, device = GpuBackend(setting.placement(form, products=True)), setting.device
-    noise = torch.Generator(device).manual_seed(0)
+    drawn = drawing(device)
     for name, (outputs, inputs) in [*matrices(config_of(setting)).items()][: 1 if setting.dry else None]:
         num_bytes = form.bits / 8 * outputs * inputs
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=noise, device=device, dtype=torch.bfloat16)
-
         copies = 1 if setting.dry else copies_of(num_bytes)
         layers = [backend.linear(drawn(outputs, inputs) * 0.02, None, form.quantize) for _ in range(copies)]
         for rows in ROWS[1:2] if setting.dry else ROWS:
@@ -107,11 +109,7 @@ def attend(setting: Setting, c: ModelConfig, kind: str, sequences: int, rows: in
     slots = -(-(length + rows) // BLOCK_SIZE) * BLOCK_SIZE
     tables = chains(c, [length] * sequences, rows, slots, captured, device)
     where = tables.key_map(BLOCK_SIZE)
-    noise = torch.Generator(device).manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=noise, device=device, dtype=torch.bfloat16)
-
+    drawn = drawing(device)
     keys = length + rows
     num_bytes = 4.0 * sequences * keys * c.kv_heads * c.head_dim
     copies = 1 if setting.dry else 2 if not captured else copies_of(num_bytes)
@@ -145,12 +143,8 @@ def unread(x: Tensor) -> Tensor:
 def row_work(setting: Setting) -> None:
     """What lies between products and attention: norms, rotation and storing, activation."""
     c, device, ops = config_of(setting), setting.device, ops_of(setting)
-    noise, layer = torch.Generator(device).manual_seed(0), Attention(None, unread, unread, None, None, None)
+    drawn, layer = drawing(device), Attention(None, unread, unread, None, None, None)
     for rows in ROW_WORK[:1] if setting.dry else ROW_WORK:
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=noise, device=device, dtype=torch.bfloat16)
-
         x, delta, gain, gate_up = (
             drawn(rows, c.hidden),
             drawn(rows, c.hidden),

@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from benchmarks.gpu import family, kernels, passes, suite, tiles, unseen
-from benchmarks.gpu.clock import bandwidth
 from benchmarks.gpu.setting import FORMATS, Setting
 
 from forerun.machine import sources_digest
+from forerun.models.backends.gpu.tiles import device_ms
 
 CARD = "card"
 GROUPS = ("tests", "kernels", "speed")
@@ -85,6 +85,13 @@ def card(setting: Setting) -> None:
         cores=os.cpu_count(), commit=shell("git", "rev-parse", "--short", "HEAD"), sources=sources_digest(),
         date=time.strftime("%Y-%m-%d"), bandwidth_gb_s=bandwidth(setting.device, 1 << 20 if setting.dry else 4 << 30),
     )  # fmt: skip
+
+
+def bandwidth(device: torch.device, num_bytes: int) -> float:
+    """GB/s of a copy, bytes read and written."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / device_ms(lambda: target.copy_(source), device, 20) / 1e6
 
 
 def shell(*command: str) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu.clock import wait
 from benchmarks.gpu.setting import Setting, WeightFormat
 from torch import Tensor
 from torch.profiler import ProfilerActivity
@@ -26,6 +25,7 @@ from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence
+from forerun.machine import wait_for
 from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.graphs import GraphRunner
@@ -89,11 +89,11 @@ def steps(setting: Setting, form: WeightFormat) -> None:
 
         whole()
         pass_ms = device_ms(replays(runner) or whole, device, runs)
-        wait(device)
+        wait_for(device)
         started = time.perf_counter()
         for _ in range(runs):
             whole()
-        wait(device)
+        wait_for(device)
         round_ms = (time.perf_counter() - started) / runs * 1e3
         single = single or pass_ms
         setting.add("steps", format=form.name, tokens=count, pass_ms=pass_ms, v=pass_ms / single,
@@ -179,7 +179,7 @@ def plain_rounds(
     finally:
         setattr(Graphs, "replay", replay)  # noqa: B010
         del runner.read_ahead
-    wait(runner.device)
+    wait_for(runner.device)
     return events[2 * WARM_UP :], round_s[WARM_UP:]
 
 
@@ -198,7 +198,7 @@ def profile(setting: Setting, form: WeightFormat) -> None:
     with torch.profiler.profile(activities=[wanted]) as seen:
         for _ in range(PROFILED):
             body()
-        wait(setting.device)
+        wait_for(setting.device)
     found = [(e.self_cpu_time_total if setting.dry else e.self_device_time_total, e) for e in seen.key_averages()]
     for us, event in sorted(found, key=lambda each: -each[0])[:MOST_KERNELS]:
         setting.add("profile", format=form.name, kernel=event.key[:80], calls=event.count / PROFILED, us=us / PROFILED)

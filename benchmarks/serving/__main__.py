@@ -27,7 +27,7 @@ from benchmarks.serving.contenders import ENGINES, OURS, SERVERS, Places, conten
 from benchmarks.serving.race import Grid, ServingRace
 from benchmarks.serving.tables import different_answers, markdown, picture, rows, verdict
 
-from forerun.prove.proof import jsonable
+from forerun.report import json_object
 from forerun.traffic.client import require_client
 
 PEERS = tuple(name for name in ENGINES if name != OURS)
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.output is not None:
         about = {"run": file.run, "machine": on, "settings": options.settings, "failures": race.failures}
         found = about | {"rows": [asdict(each) for each in table], "cells": [asdict(cell) for cell in cells.values()]}
-        options.output.write_text(json.dumps(jsonable(found)), encoding="utf-8")
+        options.output.write_text(json.dumps(json_object(**found)), encoding="utf-8")
     if options.picture is not None and table:
         options.picture.write_text(picture(table, f"The widened pair, answers of {options.load.answer_tokens} tokens"))
     if left:

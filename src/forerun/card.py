@@ -18,8 +18,8 @@ from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.accept.outcome import Stats
-from forerun.figure_table import counted, fact_table
 from forerun.models.generation import described
+from forerun.report import counted, fact_table
 
 STYLES = {
     Origin.DRAFTED: Style(color="green"),

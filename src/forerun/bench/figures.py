@@ -19,7 +19,7 @@ from forerun.bench.plan import CHOSEN, Group, in_order
 from forerun.bench.run import BenchRun
 from forerun.config import AUTO
 from forerun.device import CPU, Placement
-from forerun.prove.proof import jsonable
+from forerun.report import json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,18 +245,15 @@ class BenchReport:
 
     def as_object(self) -> dict[str, Any]:
         """The report as a JSON object."""
-        values: dict[str, Any] = jsonable(
-            {
-                **self.about,
-                "bandwidth_bytes_per_s": asdict(self.bandwidth),
-                "weights_bytes_per_pass": self.pass_bytes,
-                "peak_rss_bytes": self.peak_bytes,
-                "same_tokens": self.same_tokens,
-                "groups": [self.group_object(figures) for figures in self.groups],
-                "cells": [cell_object(figures, cell) for figures in self.groups for cell in figures.cells],
-            }
+        return json_object(
+            **self.about,
+            bandwidth_bytes_per_s=asdict(self.bandwidth),
+            weights_bytes_per_pass=self.pass_bytes,
+            peak_rss_bytes=self.peak_bytes,
+            same_tokens=self.same_tokens,
+            groups=[self.group_object(figures) for figures in self.groups],
+            cells=[cell_object(figures, cell) for figures in self.groups for cell in figures.cells],
         )
-        return values
 
     def group_object(self, figures: GroupFigures) -> dict[str, Any]:
         """A group as JSON, without its cells."""

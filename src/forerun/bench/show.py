@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -17,8 +16,8 @@ from forerun.bench.figures import BenchReport, CellFigures, GroupFigures, Spread
 from forerun.bench.plan import CHOSEN, depth_name
 from forerun.cache.plan import size
 from forerun.device import is_cpu
-from forerun.figure_table import Cell, FigureTable, counted, fact_table
 from forerun.machine import disturbance, disturbs
+from forerun.report import Cell, FigureTable, Section, card, counted, fact_table
 
 COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
@@ -30,10 +29,10 @@ WIDTH = 340  # of a panel, in pixels
 
 def bench_card(report: BenchReport) -> RenderableType:
     """The report as a renderable card."""
-    parts: list[RenderableType] = []
-    for figures in report.groups:
-        parts += [Text(figures.group.name, "bold"), table(figures), *group_lines(report, figures), Text()]
-    return Lines(*parts, fact_table(facts_of(report)), Text(), verdict(report))
+    groups: list[Section] = [
+        [Text(each.group.name, "bold"), table(each), *group_lines(report, each)] for each in report.groups
+    ]
+    return card(*groups, [fact_table(facts_of(report))], [verdict(report)])
 
 
 def table(figures: GroupFigures) -> FigureTable:

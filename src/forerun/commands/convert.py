@@ -15,7 +15,7 @@ from forerun.commands.running import Result, importing
 from forerun.options import OutputOptions, complete_model, with_options
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from collections.abc import Iterator
 
     from forerun.heads.convert import Converted
 
@@ -56,21 +56,16 @@ def convert(
     result = Result.of(output)
     with importing():
         from forerun.heads.convert import convert as run
+        from forerun.report import fact_table
     made = run(source, options.to, options.out, options.model, options.force)
-    result.write(made.as_object(), card(made))
+    result.write(made.as_object(), fact_table(facts(made)))
 
 
-def card(made: Converted) -> Table:
-    """The result as a table."""
-    from rich.text import Text
-
-    from forerun.figure_table import fact_table
-
-    table = fact_table()
-    table.add_row("drafter", Text(made.read.method.label))
-    table.add_row("from", Text(f"{made.source} ({made.read.format})"))
-    table.add_row("to", Text(f"{made.folder} ({made.written.format})"))
-    table.add_row("weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, the same to the bit")
+def facts(made: Converted) -> Iterator[tuple[str, str]]:
+    """(name, fact) of the result."""
+    yield "drafter", made.read.method.label
+    yield "from", f"{made.source} ({made.read.format})"
+    yield "to", f"{made.folder} ({made.written.format})"
+    yield "weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, the same to the bit"
     if made.written.is_run:
-        table.add_row("use it with", Text(f"--draft {made.draft}"))
-    return table
+        yield "use it with", f"--draft {made.draft}"

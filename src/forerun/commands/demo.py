@@ -64,7 +64,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
         from rich.console import Console
 
         from forerun.demo.race import Comparison, RaceSetup
-        from forerun.demo.screen import card, view_of
+        from forerun.demo.screen import demo_card, view_of
         from forerun.progress import LoadingBar
     console = Console(quiet=result.as_json, no_color=options.raw or None, highlight=False)
     errors = Console(stderr=True, highlight=False)
@@ -87,7 +87,7 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
             num_left, prompt = num_left - 1, prompt.after(comparison.answer)
     console.print()
     facts = comparison.facts(len(races))
-    console.print(card(pair.title, comparison.races, comparison.total, facts, comparison.totals))
+    console.print(demo_card(pair.title, comparison.races, comparison.total, facts, comparison.totals))
     result.write(comparison.as_object(pair.title))
     if not comparison.total.same_tokens:
         raise typer.Exit(1)

@@ -49,7 +49,7 @@ def models(
         from rich.text import Text
 
         from forerun.catalog import facts_of, models_here
-        from forerun.figure_table import fact_table
+        from forerun.report import fact_table
     if what is None:
         checkpoints = list(models_here())
         if not result.as_json:

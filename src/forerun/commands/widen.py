@@ -68,10 +68,11 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
         from forerun.models.loading import Blueprint
         from forerun.models.widen import widen as write_widened
         from forerun.progress import LoadingBar
+        from forerun.report import fact_table
     source = Blueprint.of(shape.model).config
     wider = wider_of(source, shape.parameters, shape.sizes(), shape.spread)
     with LoadingBar() as bar:
         folder = write_widened(shape.model, shape.out, wider, bar, shape.seed)
         drafts = [str(widen_drafter(each, shape.model, folder, wider, shape.seed)) for each in shape.draft or ()]
     made = Widened(source, wider.shape(source), folder, drafts)
-    result.write(made.as_object(), made.card())
+    result.write(made.as_object(), fact_table(made.facts()))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
-from forerun.figure_table import fact_table
 from forerun.models.config import UNITS, WIDENED, ModelConfig, amount
 from forerun.models.projections import count_parameters
 from forerun.models.widen import Wider
@@ -58,19 +54,14 @@ class Widened:
         numbers: Mapping[str, Any] = read_fields(self.folder / "config.json").values[WIDENED]["check"]
         return numbers
 
-    def card(self) -> Table:
-        """The result as a table."""
-        table = fact_table()
-        table.add_row("from", describe(self.source))
-        table.add_row("to", describe(self.wide))
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """(name, fact) of the result."""
+        yield "from", describe(self.source)
+        yield "to", describe(self.wide)
         difference, allowed, largest = (self.check[key] for key in ("largest_difference", "tolerance", "largest_logit"))
-        table.add_row(
-            "logits", f"differ by at most {difference:.2g} ({allowed:.2g} allowed, the largest is {largest:.3g})"
-        )
-        table.add_row("folder", Text(str(self.folder)))
-        for draft in self.drafts:
-            table.add_row("drafter", Text(f"--draft {draft}"))
-        return table
+        yield "logits", f"differ by at most {difference:.2g} ({allowed:.2g} allowed, the largest is {largest:.3g})"
+        yield "folder", str(self.folder)
+        yield from (("drafter", f"--draft {draft}") for draft in self.drafts)
 
     def as_object(self) -> dict[str, Any]:
         """The result as JSON."""

@@ -23,9 +23,9 @@ from forerun.cache.plan import size
 from forerun.demo.material import DemoPrompt
 from forerun.draft.base import Drafter
 from forerun.engine.engine import Engine
-from forerun.figure_table import counted
 from forerun.llm import LLM
 from forerun.machine import peak_rss_bytes, processor
+from forerun.report import counted
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 

@@ -6,7 +6,7 @@ Every number comes from a Score.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,7 +18,7 @@ from forerun.accept.commit import Origin
 from forerun.bench.run import Timed
 from forerun.card import STYLES
 from forerun.demo.race import PromptScore, Score, Side, Tally
-from forerun.figure_table import FigureTable, fact_table
+from forerun.report import FigureTable, card, fact_table
 
 LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # minimum terminal size for panels
 MOST_LINES = 20
@@ -127,7 +127,7 @@ def same(score: Score) -> str:
     return "yes" if score.same_tokens else "NO"
 
 
-def card(
+def demo_card(
     title: str,
     races: Sequence[PromptScore],
     total: Score,
@@ -138,20 +138,24 @@ def card(
 
     `totals`: scores by temperature.
     """
-    parts: list[RenderableType] = [Text(title, "bold"), Text(), table(races, totals or {}, total), Text()]
-    parts += [facts(total, about), Text()]
-    parts.append(Text(total.verdict, "bold green" if total.pays else "bold yellow"))
+    return card(
+        [Text(title, "bold")], [table(races, totals or {}, total)], [facts(total, about)], verdict(races, total)
+    )
+
+
+def verdict(races: Sequence[PromptScore], total: Score) -> Iterator[Text]:
+    """Whether speculation pays, where it does not, and whether the tokens are the same."""
+    yield Text(total.verdict, "bold green" if total.pays else "bold yellow")
     if total.speed_up and not total.pays:
-        parts.append(Text(f"A round: {total.costs}."))
+        yield Text(f"A round: {total.costs}.")
     losses = [race for race in races if race.score.speed_up and not race.score.pays]
     if total.pays and losses:
         names = (f"{short(race)} at temperature {race.temperature:g} (×{race.score.speed_up:.2f})" for race in losses)
-        parts.append(Text(f"It does not pay on {', '.join(names)}."))
+        yield Text(f"It does not pay on {', '.join(names)}.")
     if total.same_tokens:
-        parts.append(Text(f"All {len(total.plain.token_ids)} tokens are the same, drafted or not.", "bold"))
+        yield Text(f"All {len(total.plain.token_ids)} tokens are the same, drafted or not.", "bold")
     else:
-        parts.append(Text("The tokens differ. That must not be: please report it.", "bold red"))
-    return Group(*parts)
+        yield Text("The tokens differ. That must not be: please report it.", "bold red")
 
 
 def table(races: Sequence[PromptScore], totals: Mapping[float, Score], total: Score) -> FigureTable:

@@ -6,7 +6,6 @@ other values that vary between runs, so the same seed gives the same report.
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from forerun.prove.chi_square import LEVEL
 from forerun.prove.equality import Equality, prove_equality
 from forerun.prove.law import LawResult, prove_laws
 from forerun.prove.workload import ProofWorkload
+from forerun.report import json_object
 from forerun.request import Prompt, Request
 
 
@@ -101,8 +101,8 @@ class ProofReport:
 
     def as_object(self) -> dict[str, Any]:
         """The report as JSON, with null for non-finite numbers."""
-        values: dict[str, Any] = jsonable(
-            {"holds": self.holds, "level": LEVEL, **asdict(self), "proven": self.proven, "not_proven": self.not_proven}
+        values = json_object(
+            holds=self.holds, level=LEVEL, **asdict(self), proven=self.proven, not_proven=self.not_proven
         )
         values["equality"] |= {"same_tokens": self.equality.same_tokens, "same_logits": self.equality.same_logits}
         for entry, law in zip(values["laws"], self.laws, strict=True):
@@ -132,12 +132,3 @@ def prove(
     equality = prove_equality(llm, repeated, workload, report)
     laws = prove_laws(llm, prompt_ids, workload, report)
     return ProofReport(Environment.of(llm), workload, equality, laws)
-
-
-def jsonable(value: Any) -> Any:
-    """A copy for JSON, with tuples as lists and non-finite numbers as None."""
-    if isinstance(value, dict):
-        return {name: jsonable(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

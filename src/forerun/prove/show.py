@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
-from forerun.figure_table import fact_table
 from forerun.prove.equality import ChosenToken, Divergence, Equality
 from forerun.prove.law import LawResult
 from forerun.prove.proof import Environment, ProofReport
 from forerun.prove.workload import shape_name
+from forerun.report import Cell, card, fact_table
 
 MOST_SHOWN = 3
 
 
 def proof_card(report: ProofReport) -> RenderableType:
     """The report as a two-column table with the verdict below."""
-    card = fact_table()
-    card.add_row("model", report.place.model)
-    card.add_row("draft", report.place.draft)
-    card.add_row("fingerprint", place_line(report.place))
-    card.add_row("equality", marked(report.equality.same_tokens, tokens_line(report.equality)))
-    for difference in report.equality.differences[:MOST_SHOWN]:
-        card.add_row("", "\n".join(difference_lines(difference)))
-    if len(report.equality.differences) > MOST_SHOWN:
-        card.add_row("", f"and {len(report.equality.differences) - MOST_SHOWN} more, all of them with --json")
-    card.add_row("rounding", marked(report.equality.same_logits, rounding_line(report.equality)))
+    return card([fact_table(facts(report))], [verdict(report)])
+
+
+def facts(report: ProofReport) -> Iterator[tuple[str, Cell]]:
+    """(name, fact) of each test, of what is proven and of what is not."""
+    equality = report.equality
+    yield "model", report.place.model
+    yield "draft", report.place.draft
+    yield "fingerprint", place_line(report.place)
+    yield "equality", marked(equality.same_tokens, tokens_line(equality))
+    yield from first_of([difference_lines(each) for each in equality.differences])
+    yield "rounding", marked(equality.same_logits, rounding_line(equality))
     for law in report.laws:
-        card.add_row(f"law of {law.verification}", marked(law.holds, law_line(law)))
+        yield f"law of {law.verification}", marked(law.holds, law_line(law))
     for law in {law.opening: law for law in report.laws}.values():
-        card.add_row("", Text(opening_line(law), "dim"))
-    add_list(card, "proven", report.proven)
-    add_list(card, "not proven", report.not_proven)
-    return Group(card, Text(), verdict(report))
+        yield "", Text(opening_line(law), "dim")
+    yield from listed("proven", report.proven)
+    yield from listed("not proven", report.not_proven)
 
 
-def add_list(card: Table, heading: str, sentences: Sequence[str]) -> None:
-    """Add sentences as rows under one heading."""
-    for i, sentence in enumerate(sentences):
-        card.add_row("" if i else heading, sentence)
+def first_of(differences: Sequence[Iterable[str]]) -> Iterator[tuple[str, str]]:
+    """The lines of the first differences, and how many more there are."""
+    yield from (("", "\n".join(lines)) for lines in differences[:MOST_SHOWN])
+    if len(differences) > MOST_SHOWN:
+        yield "", f"and {len(differences) - MOST_SHOWN} more, all of them with --json"
+
+
+def listed(heading: str, sentences: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Sentences as facts under one heading."""
+    yield from (("" if i else heading, sentence) for i, sentence in enumerate(sentences))
 
 
 def verdict(report: ProofReport) -> Text:

@@ -14,13 +14,13 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.errors import InvalidRequest
 from forerun.prove.chi_square import LEVEL
-from forerun.prove.proof import jsonable
 from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import Questioner
 from forerun.remote.equality import TextEquality, compare_texts
 from forerun.remote.law import ServedLaw, compare_laws
 from forerun.remote.measure import PLAIN, contenders_at
 from forerun.remote.time_limit import TimeLimit
+from forerun.report import json_object
 from forerun.traffic.client import ServerAddress
 
 LIMIT_S = 300.0  # default
@@ -120,15 +120,13 @@ class ServerProof:
 
     def as_object(self) -> dict[str, Any]:
         """The proof as JSON: shares between 0 and 1, and null for unknown values."""
-        values: dict[str, Any] = jsonable(
-            {
-                "holds": self.holds,
-                "faulty": self.faulty,
-                "level": LEVEL,
-                **asdict(self),
-                "proven": self.proven,
-                "undecided": self.undecided,
-            }
+        values = json_object(
+            holds=self.holds,
+            faulty=self.faulty,
+            level=LEVEL,
+            **asdict(self),
+            proven=self.proven,
+            undecided=self.undecided,
         )
         for entry, law in zip(values["laws"], self.laws, strict=True):
             entry["holds"] = law.holds

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from forerun.figure_table import counted, fact_table
-from forerun.prove.show import MOST_SHOWN, add_list, marked
+from forerun.prove.show import first_of, listed, marked
 from forerun.remote.equality import Meaning, TextDifference, TextEquality
 from forerun.remote.law import ServedLaw
 from forerun.remote.proof import ServerProof
+from forerun.report import Cell, card, counted, fact_table
 
 MEANINGS: dict[Meaning, str] = {
     "fault": "a fault: rounding does not make up such a gap",
@@ -29,26 +29,24 @@ KINDS: dict[Meaning, str] = {
 
 def server_proof_card(proof: ServerProof) -> RenderableType:
     """The report as a two-column table with the verdict below."""
-    card = fact_table()
-    card.add_row("model", Text(proof.model))
-    card.add_row("server", f"{proof.url} ({proof.engine})")
-    card.add_row(
-        "plain", proof.plain_url + (", the same server without guesses" if proof.plain_url == proof.url else "")
-    )
-    e = proof.equality
+    return card([fact_table(facts(proof))], [verdict(proof)])
+
+
+def facts(proof: ServerProof) -> Iterator[tuple[str, Cell]]:
+    """(name, fact) of each test, of what is proven and of what is not decided."""
+    e, itself = proof.equality, ", the same server without guesses" if proof.plain_url == proof.url else ""
+    yield "model", proof.model
+    yield "server", f"{proof.url} ({proof.engine})"
+    yield "plain", f"{proof.plain_url}{itself}"
     sound = bool(e.num_prompts) and not (e.count("fault") or e.count("undecided"))
-    card.add_row("equality", marked(sound, equality_line(e)))
+    yield "equality", marked(sound, equality_line(e))
     shown = sorted(e.differences, key=lambda each: list(MEANINGS).index(each.meaning))
-    for difference in shown[:MOST_SHOWN]:
-        card.add_row("", Text("\n".join(difference_lines(difference))))
-    if len(shown) > MOST_SHOWN:
-        card.add_row("", f"and {len(shown) - MOST_SHOWN} more, all of them with --json")
-    card.add_row("control", control_line(e))
+    yield from first_of([difference_lines(each) for each in shown])
+    yield "control", control_line(e)
     for law in proof.laws:
-        card.add_row("law", marked(law.holds, law_line(law)))
-    add_list(card, "proven", proof.proven)
-    add_list(card, "not decided", proof.undecided)
-    return Group(card, Text(), verdict(proof))
+        yield "law", marked(law.holds, law_line(law))
+    yield from listed("proven", proof.proven)
+    yield from listed("not decided", proof.undecided)
 
 
 def verdict(proof: ServerProof) -> Text:

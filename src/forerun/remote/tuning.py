@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.machine import disturbs
-from forerun.prove.proof import jsonable
+from forerun.remote.advice import advice_of
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect
 from forerun.remote.forecast import ServedCell, advice_of, cell_of, expected_to_hurt_from, hurts_from
 from forerun.remote.measure import PLAIN, ServedBlock, ServedContender, ServerPlan
+from forerun.report import json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +74,19 @@ class ServerTuning:
     def as_object(self) -> dict[str, Any]:
         """The tuning as JSON: seconds, shares between 0 and 1, and null for unknown values."""
         hurts = hurts_from(self.cells)
-        values: dict[str, Any] = jsonable(
-            {
-                "url": self.url,
-                "model": self.model,
-                "engine": self.dialect.name,
-                "against": self.against,
-                "plan": asdict(self.plan),
-                "hurts_from_clients": hurts and hurts.clients,
-                "expected_to_hurt_from_clients": expected_to_hurt_from(self.cells),
-                "cells": [self.cell_object(cell) for cell in self.cells],
-                "unknown": self.unknown,
-                "num_busy_cores": self.num_busy,
-                "disturbed": self.disturbed,
-            }
+        return json_object(
+            url=self.url,
+            model=self.model,
+            engine=self.dialect.name,
+            against=self.against,
+            plan=asdict(self.plan),
+            hurts_from_clients=hurts and hurts.clients,
+            expected_to_hurt_from_clients=expected_to_hurt_from(self.cells),
+            cells=[self.cell_object(cell) for cell in self.cells],
+            unknown=self.unknown,
+            num_busy_cores=self.num_busy,
+            disturbed=self.disturbed,
         )
-        return values
 
     def cell_object(self, cell: ServedCell) -> dict[str, Any]:
         """One load as JSON, with the advised depth (null: the current setting) and its options."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
 from forerun.bench.show import medians, number, speed_up_cells
-from forerun.figure_table import Cell, FigureTable, counted, fact_table
 from forerun.machine import disturbance
 from forerun.remote.depths import DepthRange
 from forerun.remote.forecast import DepthAdvice, ServedCell, advice_of, expected_to_hurt_from, hurts_from
 from forerun.remote.tuning import ServerTuning
+from forerun.report import Cell, FigureTable, Section, card, counted, fact_table
 
 HEADS = (
     "clients",
@@ -32,17 +31,15 @@ ONCE = "Speed-up by depth, × where measured; one repetition does not tell how f
 def server_card(tuning: ServerTuning) -> RenderableType:
     """The report as a renderable card."""
     loads = FigureTable(HEADS, [list(load_row(tuning, cell)) for cell in tuning.cells])
-    parts: list[RenderableType] = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads, Text()]
+    by_depth: list[RenderableType] = []
     if any(cell.by_depth for cell in tuning.cells):
         heads = ("guesses\na round", *(counted(cell.clients, "client") for cell in tuning.cells))
         known = [{each.depth: each for each in cell.by_depth} for cell in tuning.cells]
         rows = [[str(depth), *(depth_cell(each.get(depth)) for each in known)] for depth in sorted(set().union(*known))]
-        parts += [
-            Text(DEPTHS if all(cell.num_repetitions > 1 for cell in tuning.cells) else ONCE, "bold"),
-            FigureTable(heads, rows),
-            Text(),
-        ]
-    return Lines(*parts, fact_table(facts(tuning)), Text(), *verdict(tuning))
+        several = all(cell.num_repetitions > 1 for cell in tuning.cells)
+        by_depth = [Text(DEPTHS if several else ONCE, "bold"), FigureTable(heads, rows)]
+    title: Section = [Text(f"{tuning.model} at {tuning.url}", "bold"), loads]
+    return card(title, by_depth, [fact_table(facts(tuning))], verdict(tuning))
 
 
 def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:

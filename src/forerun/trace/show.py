@@ -15,7 +15,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from forerun.accept.commit import Origin
-from forerun.figure_table import counted
+from forerun.report import counted
 from forerun.trace.values import Fate, Guess, Rule, Trace, TracedRound, quote
 
 Styles = Mapping[Origin, Style]

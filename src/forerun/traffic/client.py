@@ -106,18 +106,20 @@ class TrafficClient:
     def __init__(self, address: ServerAddress) -> None:
         import httpx
 
-        self.address = address
+        self.address, base, option = address, address.base, address.url_option
+        if not base.startswith(("http://", "https://")):
+            raise InvalidRequest(option, f"{shown(base)} is no address of a server: begin it with http:// or https://.")
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         try:
             self.http = httpx.AsyncClient(
-                base_url=address.base,
+                base_url=base,
                 headers=headers,
                 timeout=httpx.Timeout(address.timeout_s, connect=CONNECT_S),
                 limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),  # no waiting in the client
                 trust_env=False,
             )
         except (httpx.InvalidURL, UnicodeError) as error:
-            raise InvalidRequest(address.url_option, f"{shown(address.url)} is no address ({error}).") from error
+            raise InvalidRequest(option, f"{shown(address.url)} is no address ({error}).") from error
 
     async def __aenter__(self) -> TrafficClient:
         return self
@@ -130,8 +132,6 @@ class TrafficClient:
         import httpx
 
         base, option = self.address.base, self.address.url_option
-        if not base.startswith(("http://", "https://")):
-            raise InvalidRequest(option, f"{shown(base)} is no address of a server: begin it with http:// or https://.")
         try:
             response = await self.http.get("/v1/models")
             models = response.raise_for_status().json()["data"]
@@ -162,8 +162,6 @@ class TrafficClient:
         import httpx
 
         base, option = self.address.base, self.address.url_option
-        if not base.startswith(("http://", "https://")):
-            raise InvalidRequest(option, f"{shown(base)} is no address of a server: begin it with http:// or https://.")
         try:
             try:
                 response = await self.http.post(self.address.path, json=body)

@@ -15,7 +15,7 @@ from typing import Any
 
 from forerun.bench.figures import Spread, over
 from forerun.errors import InvalidRequest
-from forerun.prove.proof import jsonable
+from forerun.report import json_object
 from forerun.traffic.client import ServedModel, TimedAnswer
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
 
@@ -267,21 +267,18 @@ class TrafficReport:
 
     def as_object(self) -> dict[str, Any]:
         """The report as JSON; `requests` has every request with its times."""
-        values: dict[str, Any] = jsonable(
-            {
-                "url": self.url,
-                "model": asdict(self.model),
-                "plan": asdict(self.plan),
-                "agreement": asdict(self.agreement),
-                "num_prompts": self.num_prompts,
-                "same_answers": self.same_answers,
-                "differences": [asdict(other) for other in self.others],
-                "capacity": [self.capacity_object(mode) for mode in self.plan.modes] if self.agreement.asks else None,
-                "cells": [asdict(each) | {"mode": each.mode.name} for each in self.figures],
-                "requests": [request for block in self.blocks for request in requests_of_block(block)],
-            }
+        return json_object(
+            url=self.url,
+            model=asdict(self.model),
+            plan=asdict(self.plan),
+            agreement=asdict(self.agreement),
+            num_prompts=self.num_prompts,
+            same_answers=self.same_answers,
+            differences=[asdict(other) for other in self.others],
+            capacity=[self.capacity_object(mode) for mode in self.plan.modes] if self.agreement.asks else None,
+            cells=[asdict(each) | {"mode": each.mode.name} for each in self.figures],
+            requests=[request for block in self.blocks for request in requests_of_block(block)],
         )
-        return values
 
     def capacity_object(self, mode: SpeculationMode) -> dict[str, Any]:
         """The capacity of a mode as JSON."""

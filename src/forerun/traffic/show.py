@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle
 
-from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
 from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.bench.show import WIDTH, number, speed_up_cells
-from forerun.figure_table import Cell, FigureTable, counted
+from forerun.report import Cell, FigureTable, Section, card, counted
 from forerun.traffic.figures import TrafficFigures, TrafficReport, capacity
 from forerun.traffic.plan import LoadKind
 
@@ -38,11 +37,9 @@ KINDS: dict[LoadKind, str] = {"rate": "requests that arrive a second", "concurre
 
 def traffic_card(report: TrafficReport) -> RenderableType:
     """The report as a renderable card."""
-    title = Text(f"{report.model.name} at {report.url}", "bold")
-    parts: list[RenderableType] = [title, table(report), *notes(report)]
-    if len(categories(report)) > 1:
-        parts += [Text(), Text("by category, at the heaviest load", "bold"), category_table(report)]
-    return Lines(*parts, Text(), *verdict(report))
+    loads: Section = [Text(f"{report.model.name} at {report.url}", "bold"), table(report), *notes(report)]
+    by_category: Section = [Text("by category, at the heaviest load", "bold"), category_table(report)]
+    return card(loads, by_category if len(categories(report)) > 1 else [], verdict(report))
 
 
 def table(report: TrafficReport) -> FigureTable:

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from forerun.bench.chart import COLOURS, LinePanel, Series, svg
 from forerun.draft.auto import DrafterRecord
-from forerun.figure_table import fact_table
 from forerun.machine import disturbance
 from forerun.models.loading import Blueprint
+from forerun.report import fact_table
 from forerun.train.data import TrainingData
 from forerun.train.held_out import HeldOutFigures
 from forerun.train.speed import best_depth

@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.bench.plan import Selection
 from forerun.config import AUTO
-from forerun.prove.proof import jsonable
+from forerun.report import json_object
 from forerun.tune.study import Studied, TuneCell
 from forerun.tune.translate import Translation, translations
 
@@ -117,20 +117,17 @@ class TuneReport:
     def as_object(self) -> dict[str, Any]:
         """The report as JSON: seconds, bytes, shares between 0 and 1, and null for unknown values."""
         choices = [self.choice(b, t) for t in self.temperatures for b in self.selection.batches]
-        values: dict[str, Any] = jsonable(
-            {
-                **self.about,
-                "complete": self.complete,
-                "same_tokens": self.same_tokens,
-                "pick": self.pick and asdict(self.pick),
-                "choices": [asdict(choice) for choice in choices if choice],
-                "plain_from_batch": [{"temperature": t, "batch": self.plain_from(t)} for t in self.temperatures],
-                "best_exits": self.best_exits(),
-                "candidates": [self.candidate_object(each) for each in self.studied],
-                "translations": [asdict(each) for each in self.translated()],
-            }
+        return json_object(
+            **self.about,
+            complete=self.complete,
+            same_tokens=self.same_tokens,
+            pick=self.pick and asdict(self.pick),
+            choices=[asdict(choice) for choice in choices if choice],
+            plain_from_batch=[{"temperature": t, "batch": self.plain_from(t)} for t in self.temperatures],
+            best_exits=self.best_exits(),
+            candidates=[self.candidate_object(each) for each in self.studied],
+            translations=[asdict(each) for each in self.translated()],
         )
-        return values
 
     def candidate_object(self, each: Studied) -> dict[str, Any]:
         """A candidate as JSON, with all its figures."""

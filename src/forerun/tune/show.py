@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -16,8 +15,8 @@ from forerun.bench.figures import CellFigures
 from forerun.bench.show import machine_line, medians, number, speed_up_cells
 from forerun.cache.plan import size
 from forerun.config import AUTO
-from forerun.figure_table import Cell, FigureTable, fact_table
 from forerun.machine import disturbance, disturbs
+from forerun.report import Cell, FigureTable, Section, card, fact_table
 from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 
@@ -28,11 +27,9 @@ SHOWN_DEPTHS = (1, 2, 4, 8)
 
 def tune_card(report: TuneReport) -> RenderableType:
     """The report as a renderable card."""
-    parts: list[RenderableType] = []
-    for temperature in report.temperatures:
-        parts += [Text(title(report, temperature), "bold"), speeds(report, temperature), Text()]
-    parts += [Text(WORTH, "bold"), drafters(report), Text(), memory_figures(report), Text()]
-    return Lines(*parts, fact_table(facts_of(report)), Text(), *verdict(report))
+    tables: list[Section] = [[Text(title(report, each), "bold"), speeds(report, each)] for each in report.temperatures]
+    tables += [[Text(WORTH, "bold"), drafters(report)], [memory_figures(report)], [fact_table(facts_of(report))]]
+    return card(*tables, verdict(report))
 
 
 def title(report: TuneReport, temperature: float) -> str:

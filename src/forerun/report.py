@@ -1,22 +1,50 @@
-"""Tables for a terminal: figures that are all shown at any width, and facts by name."""
+"""What commands report: cards for a terminal, made of tables of figures and facts by name, and JSON objects.
+
+Figures are all shown at any width.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 Cell = str | Text
+Section = Sequence[RenderableType]  # of a card
 GAP = 1  # columns of the terminal between two of the table
 
 
 def counted(number: int, noun: str) -> str:
     """A number and its noun, which is in the plural unless the number is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def json_object(**values: Any) -> dict[str, Any]:
+    """A JSON object of these values, with tuples as lists and non-finite numbers as None."""
+    return {name: json_value(value) for name, value in values.items()}
+
+
+def json_value(value: Any) -> Any:
+    """A value inside such an object."""
+    if isinstance(value, dict):
+        return {name: json_value(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def card(*sections: Section | Iterable[Text]) -> RenderableType:
+    """Sections below each other, with an empty line between two; those with nothing in them are left out."""
+    parts: list[RenderableType] = []
+    for section in map(list, sections):
+        parts += [Text()] * bool(parts and section) + section
+    return Group(*parts)
 
 
 def fact_table(facts: Iterable[tuple[str, Cell]] = ()) -> Table:

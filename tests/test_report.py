@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from forerun.figure_table import FigureTable, fact_table
+from forerun.report import FigureTable, fact_table
 
 
 def made(num_columns: int) -> FigureTable:
