@@ -80,4 +80,4 @@ def test_mistakes_are_one_line_and_status_2(tmp_path: Path) -> None:
     file.write_text("fine\n" + "word " * 600)
     said = refusal("prove", *line(TARGET, SMALL, file))
     assert f"{file}:2: " in said
-    assert "shorten the prompt" in said
+    assert "give shorter ones by --prompts" in said
