@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forerun.machine import disturbs
-from forerun.remote.advice import advice_of
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect
 from forerun.remote.forecast import ServedCell, advice_of, cell_of, expected_to_hurt_from, hurts_from
