@@ -25,7 +25,7 @@ from forerun.fields import read_fields
 from forerun.heads.kinds import HEADS
 from forerun.models.bundled import BUNDLED_DRAFTS
 from forerun.models.config import read_widened
-from forerun.models.loading import checkpoint_label
+from forerun.models.source import find_checkpoint
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
@@ -73,17 +73,15 @@ def labelled(spec: DraftSpec) -> DraftSpec:
     """The specification with labels in place of the folders of widened checkpoints."""
     argument = spec.argument
     if spec.name == "model" and argument is not None:
-        argument = checkpoint_label(argument)
+        argument = label_of(argument, find_checkpoint(argument))
     elif spec.name in HEADS and argument is not None:
         leads = HEADS[spec.name].parts.signs.argument is not None
         lead, colon, folder = argument.partition(":") if leads else ("", "", argument)
-        argument = f"{lead}{colon}{head_label(folder)}"
+        argument = f"{lead}{colon}{folder and label_of(folder, Path(folder))}"
     return replace(spec, argument=argument, members=tuple(labelled(member) for member in spec.members))
 
 
-def head_label(folder: str) -> str:
-    """What heads are called: by their name or, if they were widened, by that of their source; nothing without any."""
-    if not folder:
-        return folder
-    path = Path(folder) / "config.json"
-    return (read_widened(read_fields(path)) if path.is_file() else None) or folder
+def label_of(name: str, folder: Path) -> str:
+    """What a checkpoint or heads are called: by their name or, if they were widened, by that of their source."""
+    path = folder / "config.json"
+    return (read_widened(read_fields(path)) if path.is_file() else None) or name

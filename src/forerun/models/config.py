@@ -21,7 +21,7 @@ from forerun.models.families import FAMILIES, LLAMA_FORM, Family, LayerForm, Win
 from forerun.models.foreign import OF_OTHER_KINDS, ORIGINAL, PARTS, describe_unreadable
 from forerun.models.inside import text_part
 from forerun.models.quantized.scheme import read_scheme
-from forerun.models.rope_config import RopeConfig, Turned, read_rope, read_rotary_dim, read_turned, turning_layers
+from forerun.models.rope_config import RopeConfig, read_rope, read_rotary_dim, read_turned, turning_layers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
@@ -40,9 +40,10 @@ class ModelConfig(LayerForm):
     checkpoint's. Any of `eos_ids` ends a generation. `widened` is the label of a checkpoint made by `forerun widen`,
     shown with all measurements. `experts` is None if all layers are dense; `intermediate` is that of dense MLPs. The
     scales multiply embeddings, the outputs of attention and MLP, queries (besides 1/sqrt(head_dim)), and logits.
-    `turned[i]` selects the rotary table of layer i; empty: all layers use `rope`. `rotary_dim` elements of each head
-    are rotated; 0: all. `score_cap` and `logits_cap` are soft caps of attention scores and logits. `longest_text` is
-    the text length for length-dependent rotary scalings; 0: `max_positions`.
+    Layer i has the rotary table `rope` if `turned[i]`, else `local_rope`, None: it is not rotated; with `turned` empty
+    all have `rope`. `rotary_dim` elements of each head are rotated; 0: all. `score_cap` and `logits_cap` are soft caps
+    of attention scores and logits. `longest_text` is the text length for length-dependent rotary scalings; 0:
+    `max_positions`.
     """
 
     family: str
@@ -71,7 +72,7 @@ class ModelConfig(LayerForm):
     query_scale: float = 1.0
     logits_scale: float = 1.0
     local_rope: RopeConfig | None = None
-    turned: tuple[Turned, ...] = ()
+    turned: tuple[bool, ...] = ()
     rotary_dim: int = 0
     score_cap: float | None = None
     logits_cap: float | None = None
@@ -88,8 +89,8 @@ class ModelConfig(LayerForm):
 
     @property
     def num_turns(self) -> int:
-        """Number of rotary tables that `turned` selects from."""
-        return 1 + max(self.turned, default=0)
+        """Number of rotary tables that layers use."""
+        return 1 if all(self.turned) else 2
 
     @property
     def queries_grow(self) -> bool:

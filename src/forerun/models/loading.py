@@ -22,7 +22,6 @@ from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
 from forerun.device import CPU, Placement, operators_named
 from forerun.errors import InvalidRequest
-from forerun.fields import read_fields
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
 from forerun.models.backends.gpu.backend import GpuBackend
@@ -30,7 +29,7 @@ from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.memory import USUAL_PASSES, PassSizes, scratch_bytes
 from forerun.models.backends.native_check import find_kernels
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
-from forerun.models.config import ModelConfig, read_config, read_widened
+from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder, make_head
 from forerun.models.fit import check_fit, ends_of
 from forerun.models.layer import Linear
@@ -48,11 +47,6 @@ from forerun.text.tokenizer import Tokenizer
 SAMPLE_BYTES = 1 << 20
 # Bytes of a weight in layers, and in the head.
 HELD_BYTES: dict[Quantization | None, tuple[float, float]] = {"int8": (1, 1), "int4": (0.5625, 1), "fp8": (1, 1)}
-
-
-def checkpoint_label(model: str) -> str:
-    """The label of a checkpoint beside measurements: its name or, if it was widened, that of its source."""
-    return read_widened(read_fields(find_checkpoint(model) / "config.json")) or model
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class LayerMaker:
             sinks=vector("self_attn.sinks")[self.shard.heads(c)] if c.sinks else None,
             window=c.windows[index],
             out_norm=norm(c.norms.attention_out),
-            rope_start=(start := c.turned[index] * c.max_positions if c.turned else 0),
+            rope_start=(start := 0 if not c.turned or c.turned[index] else c.max_positions),
             query_rope_start=c.num_turns * c.max_positions if c.queries_grow else start,
             joint_norm=c.joint_norm,
         )

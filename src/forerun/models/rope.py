@@ -26,7 +26,7 @@ SERIAL_ELEMENTS = 2048
 class RopeTables:
     """Row t belongs to position t. The two halves of a row are equal: elements i and i + head_dim/2 are a rotary pair.
 
-    Several tables are concatenated in the order of `Turned`.
+    A second table, of layers that are not turned as the others, follows the first.
     """
 
     cos: Float[Tensor, "rows head_dim"]
@@ -43,8 +43,7 @@ def rope_tables(config: ModelConfig) -> RopeTables:
     Length-dependent scalings use `longest_text`, so that rotations depend neither on the length of a text nor on the
     number of positions that fit into memory. The last table is that of growing queries, if there is one.
     """
-    ropes = (config.rope, config.local_rope or config.rope, None)  # in the order of Turned
-    tables = [rope_table(config, rope) for rope in ropes[: config.num_turns]]
+    tables = [rope_table(config, rope) for rope in (config.rope, config.local_rope)[: config.num_turns]]
     if config.queries_grow:
         growth = query_growth(config.rope, config.max_positions)
         tables.append((tables[0][0] * growth, tables[0][1] * growth))

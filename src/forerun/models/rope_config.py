@@ -7,7 +7,6 @@ computes the tables.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any
 
 from forerun.fields import AGAIN, Fields
@@ -48,14 +47,6 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     query_beta: float = 0.0
-
-
-class Turned(IntEnum):
-    """The rotary table of a layer; NOT: its queries and keys are not rotated."""
-
-    GLOBAL = 0
-    LOCAL = 1
-    NOT = 2
 
 
 def key_of_rope(fields: Fields) -> str:
@@ -139,15 +130,14 @@ def read_factors(rope: Fields, key: str, width: int) -> tuple[float, ...]:
     return tuple(map(float, factors))
 
 
-def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[Turned, ...]:
-    """The rotary table of each layer; empty if all use the same."""
-    if family.local:
-        return tuple(Turned.LOCAL if window else Turned.GLOBAL for window in windows)
+def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Which layers have the rotary table `rope`; empty if all do."""
     windowed = [window is not None for window in windows]
+    if family.local:
+        return tuple(not each for each in windowed)
     if family.turning is Turning.ALL or (family.turning is Turning.WINDOWED_IF_ANY and not any(windowed)):
         return ()
-    turning = turning_layers(fields, len(windows)) if family.turning is Turning.LISTED else windowed
-    return tuple(Turned.GLOBAL if turns else Turned.NOT for turns in turning)
+    return tuple(turning_layers(fields, len(windows)) if family.turning is Turning.LISTED else windowed)
 
 
 def turning_layers(fields: Fields, layers: int) -> list[bool]:

@@ -204,7 +204,7 @@ class NativeExecutor:
             state_first=entry.state_first,
             normed_stream=entry.normed_stream,
             reads_stream=entry.reads_stream,
-            **{name: None if gain is None else self.keep(padded_gains(gain)) for name, gain in norms.items()},
+            **{name: self.gains(gain) for name, gain in norms.items()},
         )
 
     def experts(self, router: Router, experts: Sequence[GatedMlp]) -> CExperts:

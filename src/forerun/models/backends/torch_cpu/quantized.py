@@ -107,7 +107,7 @@ def quantized_packing_is_exact() -> bool:
     return torch.equal(product, QuantizedLinear(weight, None, packed=False).multiply(whole))
 
 
-class Quantized4Linear:
+class Quantized4Linear(QuantizedLinear):
     """4-bit weights, one scale per group, times 8-bit activations, one scale per row; 4.5 bits per weight.
 
     Row i gives `sum over groups g of (round(x[i] / s[i])[g] @ w[o, g]) * t[o, g]`, summed in float32 in ascending
@@ -121,11 +121,6 @@ class Quantized4Linear:
         self.halves = (low | high << 4).transpose(0, 1).contiguous()  # [groups, outputs, GROUP / 2]
         self.scales = scales.T.contiguous()  # [groups, outputs]
         self.bias = None if bias is None else bias.float()
-
-    def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        whole, scales = quantize_rows(x)
-        result = self.multiply(whole) * scales
-        return (result if self.bias is None else result + self.bias).to(x.dtype)
 
     def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """The groups' sums times their scales, added; weights are converted to float32 a block of outputs at a time."""
