@@ -21,6 +21,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.recorded import Recorded
 from kit.checkpoints import DATA
 from kit.oracles import Oracle
+from law.fuzz import rows_of
 
 VOCAB = 512
 TEXTS = 4
@@ -98,14 +99,7 @@ def test_caches_hold_what_reading_the_text_leaves(name: str, wish: Speculation) 
         plain.read([Read(0, sequence.tokens[: sequence.num_read])])
         plain.keep([0], [range(sequence.num_read)])
         assert engine.runner.cache.length(sequence.id) == sequence.num_read
-        for replayed, read in zip(held(engine.runner, sequence.id), held(plain, 0), strict=True):
-            assert torch.equal(replayed, read)
-
-
-def held(runner: Runner, seq_id: int) -> list[torch.Tensor]:
-    """The keys and values of a sequence's committed tokens."""
-    start, length = runner.cache.start(seq_id), runner.cache.length(seq_id)
-    return [tensor[:, :, start : start + length] for tensor in (runner.cache.keys, runner.cache.values)]
+        assert torch.equal(rows_of(engine.runner, sequence.id), rows_of(plain, 0))
 
 
 def test_only_recorded_texts_are_replayed_and_only_to_their_end() -> None:

@@ -28,6 +28,7 @@ from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import LogitsProcessor, SamplingParams
 from kit.checkpoints import SMALL, TARGET
+from law.fuzz import rows_of
 
 VOCAB = 512
 FIXED = Placement(torch.device("cpu"), fixed=True)
@@ -80,8 +81,8 @@ def cached_anew(small: Blueprint, tokens: Sequence[int]) -> Tensor:
     """K and V of these tokens, read at once."""
     read_plainly(small, tokens)
     runner = reader(small.folder)
-    start = runner.cache.start(0)
-    return torch.stack([runner.cache.keys, runner.cache.values])[:, :, :, start : start + len(tokens)]
+    runner.keep([0], [range(len(tokens))])
+    return rows_of(runner, 0)
 
 
 WORDS = ["Once", "upon", "there", "was", "naïve", "你好", "👩‍👧", "Lily's", "dog,", '"e\u0301"', "—", "he", "ran.\n"]
@@ -102,13 +103,6 @@ def some_text(length: int, seed: int, context: DraftContext) -> list[int]:
         else:
             text += [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 3))]
     return text[:length]
-
-
-def cached(drafter: TranslatingDrafter, seq_id: int) -> Tensor:
-    """K and V of the kept text."""
-    runner = drafter.model.runner
-    start, length = runner.cache.start(seq_id), runner.length(seq_id)
-    return torch.stack([runner.cache.keys, runner.cache.values])[:, :, :, start : start + length].clone()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -149,7 +143,7 @@ def test_what_is_read_is_the_committed_text_in_any_history(
             assert way.own.spell(own) == spelled
             length = drafter.model.runner.length(seq_id)
             if length:
-                assert torch.equal(cached(drafter, seq_id), cached_anew(small, own[:length]))
+                assert torch.equal(rows_of(drafter.model.runner, seq_id), cached_anew(small, own[:length]))
         drafter.model.runner.cache.check()
     assert cuts, "no merge reached back into what was read"
     assert max(cuts) < 8, "more was forgotten than what might change"

@@ -1,6 +1,7 @@
 """Whatever the memory and the requests: rows fit, chunks are shared by arrival, the oldest goes on, all finish."""
 
 from collections.abc import Sequence as Seq
+from itertools import zip_longest
 
 import torch
 from hypothesis import given, settings
@@ -20,11 +21,12 @@ def requests(max_length: int = 10_000) -> RequestChecker:
     return RequestChecker(tokenizer=None, vocab_size=50, max_length=max_length, eos_ids=(), default=Speculation())
 
 
-def sequences(shapes: Seq[tuple[int, int]]) -> list[Sequence]:
-    """One sequence per (prompt length, tokens to say)."""
-    maker = requests()
-    made = [maker.sequences(Request.of([1] * prompt, SamplingParams(max_tokens=say))) for prompt, say in shapes]
-    return [sequence for (sequence,) in made]
+def sequences(shapes: Seq[tuple[int, int]], tenants: str = "") -> list[Sequence]:
+    """One sequence per (prompt length, tokens to say), whose tenant is a letter of `tenants` if there are any."""
+    maker, made = requests(), list[Sequence]()
+    for (prompt, say), tenant in zip_longest(shapes, tenants, fillvalue=""):
+        made += maker.sequences(Request.of([1] * prompt, SamplingParams(max_tokens=say), tenant=tenant))
+    return made
 
 
 def cache_of(num_tokens: int, block_size: int) -> PagedCache:
@@ -152,17 +154,10 @@ def test_who_waits_can_leave() -> None:
     assert scheduler.plan() == ([], [])
 
 
-def of_tenants(names: str) -> list[Sequence]:
-    """A sequence for each letter, by arrival, whose tenant it names."""
-    maker = requests()
-    made = [maker.sequences(Request.of([1] * 9, SamplingParams(max_tokens=9), tenant=name)) for name in names]
-    return [sequence for (sequence,) in made]
-
-
 def test_tenants_take_turns_in_the_batch() -> None:
     """Whoever has the fewest running is next, and among those who came first; one that lost its place comes before."""
     scheduler = scheduler_of(cache_of(4000, 4), 3, 100)
-    everyone = of_tenants("aaaaabcb")
+    everyone = sequences([(9, 9)] * 8, "aaaaabcb")
     for sequence in everyone[:5]:
         scheduler.submit(sequence)
     scheduler.plan()
@@ -182,7 +177,7 @@ def test_tenants_take_turns_in_the_batch() -> None:
 
 def test_who_lost_its_place_comes_before_other_tenants() -> None:
     scheduler = scheduler_of(cache_of(4000, 4), 2, 100)
-    first, second, other = of_tenants("aab")
+    first, second, other = sequences([(9, 9)] * 3, "aab")
     scheduler.submit(first)
     scheduler.submit(second)
     scheduler.plan()

@@ -115,12 +115,12 @@ def run_checked(bench: Bench, engine: Engine, sequences: Sequence[object]) -> li
         for text in engine.sequences.values():
             if text.id in engine.runner.cache and text.num_read:
                 anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
-                assert all(torch.equal(a, b) for a, b in zip(rows_of(engine.runner, text.id), anew, strict=True))
+                assert torch.equal(rows_of(engine.runner, text.id), anew)
 
     return run(engine, sequences, after_round=check)
 
 
-def read_anew(bench: Bench, runner: Runner, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def read_anew(bench: Bench, runner: Runner, tokens: Sequence[int]) -> torch.Tensor:
     """Keys and values of a text read in one go."""
     fresh = bench.with_cache(runner, 1024)
     if tokens:
@@ -131,8 +131,8 @@ def read_anew(bench: Bench, runner: Runner, tokens: Sequence[int]) -> tuple[torc
     return rows_of(fresh, 0)
 
 
-def rows_of(runner: Runner, seq_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The committed keys and values of a sequence."""
+def rows_of(runner: Runner, seq_id: int) -> torch.Tensor:
+    """The committed keys and values of a sequence, as they are now: [2, layers, kv_heads, tokens, head_dim]."""
     first = runner.cache.start(seq_id)
     run = slice(first, first + runner.cache.length(seq_id))
-    return runner.cache.keys[:, :, run], runner.cache.values[:, :, run]
+    return torch.stack([runner.cache.keys[:, :, run], runner.cache.values[:, :, run]])

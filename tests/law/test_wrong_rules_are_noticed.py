@@ -8,6 +8,7 @@ import pytest
 import torch
 from exact import RULES, TOLERANCE, Draft, Emissions, Family, Rule, bare, chains, deviation, families, judged, trees
 from torch import Tensor
+from wrong_rules import first_failure_stops, joint_weights, token_residual
 
 from forerun.tree import DraftTree
 from forerun.verify import rules
@@ -23,21 +24,6 @@ def worst(emitted: Callable[[Family], Emissions], among: list[Family] = FAMILIES
 
 def on_chains(rule: Rule, depth: int) -> Callable[[Family], Emissions]:
     return lambda family: judged(chains(family.q, depth), family.p, family.vocab, rule)
-
-
-def token_residual(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
-    return replace(block_law(tree, p, row), after=token_law(tree, p, row).after)
-
-
-def first_failure_stops(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
-    return replace(block_law(tree, p, row), last_success=False)
-
-
-def joint_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """w_i = min(1, p(x_1..x_i) / q(x_1..x_i)), where the true rule takes the minimum at every step."""
-    weights = rules._weights
-    monkeypatch.setattr(rules, "_carry", lambda numerator, denominator: numerator / denominator)
-    monkeypatch.setattr(rules, "_weights", lambda *args: weights(*args).clamp_max(1))
 
 
 def uncapped_end(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:

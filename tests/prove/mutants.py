@@ -23,32 +23,16 @@ from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.tree import DraftTree
-from forerun.verify import rules
 from forerun.verify import verify as judging
-from forerun.verify.rules import AcceptLaw, Verdict, block_law, follow, token_law
+from forerun.verify.rules import AcceptLaw, Verdict, follow
+from law.wrong_rules import first_failure_stops, joint_weights, token_residual
 
 Patch = pytest.MonkeyPatch
 
 
-def token_residual(patch: Patch) -> None:
-    """Block, with the recovered token from [p - q]+ instead of [w p - q]+."""
-
-    def mutant(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
-        return replace(block_law(tree, p, row), after=token_law(tree, p, row).after)
-
-    patch.setattr(judging, "block_law", mutant)
-
-
-def first_failure_stops(patch: Patch) -> None:
-    """Block, where the first coin that fails ends the walk."""
-    patch.setattr(judging, "block_law", lambda *given: replace(block_law(*given), last_success=False))
-
-
-def joint_ratio(patch: Patch) -> None:
-    """Block, with w the capped joint ratio instead of capped at every step."""
-    weights = rules._weights
-    patch.setattr(rules, "_carry", lambda numerator, denominator: numerator / denominator)
-    patch.setattr(rules, "_weights", lambda *given: weights(*given).clamp_max(1))
+def block_as(law: Callable[[DraftTree, Tensor, Tensor], AcceptLaw]) -> Callable[[Patch], None]:
+    """Block by another law."""
+    return lambda patch: patch.setattr(judging, "block_law", law)
 
 
 def one_noise(purpose: Purpose) -> Callable[[Patch], None]:
@@ -98,9 +82,9 @@ FOUR = Pair.opposed(0.45, 0.35, 0.15, 0.05)
 THREE = Pair.opposed(0.5, 0.3, 0.2)
 RANDOM = Pair.random(0)
 LAW_MUTANTS = {
-    "token residual in block": LawMutant("block", token_residual, FOUR, 12_000, depth=2),
-    "first failure stops block": LawMutant("block", first_failure_stops, RANDOM, 1500),
-    "joint ratio in block": LawMutant("block", joint_ratio, THREE, 2000),
+    "token residual in block": LawMutant("block", block_as(token_residual), FOUR, 12_000, depth=2),
+    "first failure stops block": LawMutant("block", block_as(first_failure_stops), RANDOM, 1500),
+    "joint ratio in block": LawMutant("block", joint_weights, THREE, 2000),
     "recovery reuses the draft's noise": LawMutant("token", one_noise(Purpose.RECOVER), FOUR, 8000, depth=1),
     "coins reuse the draft's noise": LawMutant("token", one_noise(Purpose.ACCEPT), RANDOM, 1500),
     "position-only noise in block": LawMutant("block", position_only, THREE, 10_000, depth=2),

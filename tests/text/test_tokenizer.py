@@ -10,9 +10,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer
 
+from draft import vocabularies
 from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
 from forerun.text.tokenizer import LONG_TEXT, Tokenizer
 from kit.checkpoints import DATA, SMALL, TARGET
@@ -30,18 +31,9 @@ def stories() -> Tokenizer:
 
 def byte_level() -> Tokenizer:
     """A byte-level BPE whose tokens cut through characters, with added tokens plain, spaced and special."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator(CORPUS * 3, trainer)
-    backend.add_tokens(["<|tool|>", "two words é"])
-    return Tokenizer(backend, named={"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer = vocabularies.byte_level(330, CORPUS * 3)
+    tokenizer._backend.add_tokens(["<|tool|>", "two words é"])
+    return Tokenizer(tokenizer._backend, named={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def word_piece() -> Tokenizer:
