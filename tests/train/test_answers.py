@@ -248,11 +248,11 @@ def test_a_guess_is_trusted_in_training_as_when_serving(source: AnswerSource, tm
     batch = batch_of(source, student)
     llm = LLM(str(TARGET), student.spec(tmp_path), max_model_len=256)
     assert isinstance(llm.drafter, BlockDrafter)
-    assert llm.drafter.heads.confidence is not None
+    assert llm.drafter.decoder.confidence is not None
     with torch.no_grad():
         states, predicted = student.states(batch, batch.roots)[0], student.predict(batch, None)
     for place, root in enumerate(batch.roots[0, :-5].tolist()):
-        served = llm.drafter.heads.confidence(states[place], batch.tokens[0, root : root + 5])
+        served = llm.drafter.decoder.confidence(states[place], batch.tokens[0, root : root + 5])
         learnt = torch.stack([each[0, place] for each in predicted.confidence]).sigmoid()
         assert torch.allclose(learnt, served, atol=1e-5)
     llm.close()
