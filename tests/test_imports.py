@@ -1,9 +1,6 @@
 """Imports go one way, every module says what it is for, and the core does without what it does not need."""
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kit.checkpoints import SRC, TARGET
+from kit.command import apart
 
 MODULES = sorted((SRC / "forerun").rglob("*.py"))
 # A part may import itself and the parts on earlier lines; parts on one line do not know each other.
@@ -114,9 +112,8 @@ def test_no_modules_import_each_other_for_types_either() -> None:
 def test_importing_forerun_loads_neither_transformers_nor_a_server() -> None:
     unwanted = {"transformers", "fastapi", "starlette", "pydantic", "uvicorn"}
     code = f"import sys, forerun, forerun.cli; print(*({unwanted!r} & set(sys.modules)))"
-    env = os.environ | {"PYTHONPATH": str(SRC)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert run.stdout.split() == []
+    run = apart("-c", code)
+    assert (run.returncode, run.stdout.split()) == (0, [])
 
 
 WITHOUT_EXTRAS = """
@@ -137,10 +134,8 @@ except ForerunError as error:
 
 
 def test_it_generates_without_jaxtyping_and_without_the_hub() -> None:
-    env = os.environ | {"PYTHONPATH": str(SRC)}
-    run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, str(TARGET)], capture_output=True, text=True, env=env, check=True
-    )
+    run = apart("-c", WITHOUT_EXTRAS, str(TARGET))
+    assert run.returncode == 0, run.stderr
     text, error = run.stdout.splitlines()
     assert text == "', there was a'"
     assert error.startswith("MissingPackage owner/name is not a local folder")

@@ -1,10 +1,7 @@
 """Help pages: every option, whole, at any width; examples that work; near names for mistakes; completion."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,8 @@ from forerun.train.kinds import KINDS
 from forerun.train.objective import LOSSES
 from forerun.train.settings import LOSS_NAMES
 from heads.trained import eagle_of
-from kit.checkpoints import ROOT, SMALL, SRC, TARGET
-from kit.command import command, refusal
+from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.command import apart, command, refusal
 from kit.unchecked import unchecked
 
 STORIES = TARGET, SMALL
@@ -132,13 +129,12 @@ def test_help_and_completion_of_train_name_every_kind_and_loss() -> None:
     assert sorted(LOSS_NAMES) == sorted(LOSSES)
 
 
-def test_the_shell_completes_commands_models_and_drafters() -> None:
+def test_the_shell_completes_commands_models_and_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     def completed(*words: str) -> list[str]:
         env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-        start = [sys.executable, "-m", "forerun"]
-        env |= os.environ | {"PYTHONPATH": str(SRC)}
-        return subprocess.run(start, env=env, capture_output=True, text=True, check=False, cwd=ROOT).stdout.split()
+        return apart("-m", "forerun", **env).stdout.split()
 
+    monkeypatch.chdir(ROOT)
     assert completed("forerun", "ge") == ["generate"]
     assert completed("forerun", "generate", "--temp") == ["--temperature"]
     assert completed("forerun", "generate", "--model", "stdlib-d") == ["stdlib-draft", "stdlib-draft-1024"]

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,13 @@ import pytest
 import forerun
 from forerun.__main__ import main
 from kit.checkpoints import SRC
+from kit.command import apart
 
-ENV = os.environ | {"PYTHONPATH": str(SRC)}
 SLOW = {"torch", "numpy", "tokenizers", "safetensors", "jinja2", "huggingface_hub", "matplotlib"}
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-W", "error", "-c", code, *arguments]
-    return subprocess.run(start, env=ENV, capture_output=True, text=True, check=False, timeout=600)
+    return apart("-W", "error", "-c", code, *arguments)
 
 
 def test_help_and_mistakes_import_nothing_that_is_slow() -> None:
@@ -77,9 +75,7 @@ def test_public_names_are_imported_when_they_are_used() -> None:
 
 
 def test_the_package_runs_as_a_module() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "forerun", "--version"], env=ENV, capture_output=True, text=True, check=False
-    )
+    run = apart("-m", "forerun", "--version")
     assert run.stdout == f"forerun {forerun.__version__}\n"
 
 

@@ -12,6 +12,7 @@ import pytest
 from forerun import streams
 from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams, show_warnings, warnings_held_back
 from kit.checkpoints import SRC
+from kit.command import apart
 
 
 def forerun(command: str) -> subprocess.CompletedProcess[str]:
@@ -99,8 +100,7 @@ cli.Program.invoke = fails
 sys.argv = ["forerun", "demo"]
 main()
 """
-    env = os.environ | {"PYTHONPATH": str(SRC)}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    run = apart("-c", code)
     assert run.returncode == FAULT
     assert run.stdout == "so far"
     assert "ZeroDivisionError" in run.stderr

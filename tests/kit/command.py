@@ -1,9 +1,14 @@
-"""The command in this process: its result, or the line that it says of a mistake."""
+"""The command in this process: its result, or the line that it says of a mistake. And Python in one of its own."""
+
+import os
+import subprocess
+import sys
 
 import torch
 from typer.testing import CliRunner, Result
 
 from forerun import cli
+from kit.checkpoints import SRC
 from kit.unchecked import unchecked
 
 
@@ -26,3 +31,9 @@ def refusal(*words: str, stdin: str | None = None, **env: str | None) -> str:
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     return result.stderr
+
+
+def apart(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """What Python with these arguments says in a process of its own, which finds this package."""
+    env = os.environ | {"PYTHONPATH": str(SRC)} | env
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False, timeout=600)

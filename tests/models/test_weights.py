@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from forerun.models.config import ModelConfig, read_config
 from forerun.models.projections import tensor_shapes
 from forerun.models.weights import Checkpoint, check_weights, number_formats
 from kit.checkpoints import SMALL, TARGET
+from kit.command import apart
 from kit.sparse import BASE, FAMILIES
 
 SRC = Path(weights.__file__).parents[2]
@@ -141,9 +140,8 @@ def test_loading_holds_the_weights_and_never_a_second_copy(tmp_path: Path, store
     (tmp_path / "warm").mkdir()
     save_file({"warm": torch.ones(256, 256)}, tmp_path / "warm" / "model.safetensors")
     shard = (tmp_path / "model-00001-of-00004.safetensors").stat().st_size
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "warm")]
-    env = os.environ | {"PYTHONPATH": str(SRC)}
-    run = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    run = apart("-c", MEASURE, str(tmp_path), str(tmp_path / "warm"))
+    assert run.returncode == 0, run.stderr
     growth, loaded = map(int, run.stdout.split())
     assert loaded == 4 * tensors * width * 1000 * 2
     assert loaded * 0.95 < growth, "the weights were not resident: the measurement is void"
