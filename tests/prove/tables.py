@@ -50,7 +50,8 @@ class Pair:
         """The cells of texts behind the root, from the target's own law."""
         draws = Draws([RowSampling(0, params, 0, 0, [ROOT], 1)], VOCAB)
         laws = torch.cat([draws.probs(row[None].double(), draws.roots()) for row in self.target])
-        return choose_cells(lambda texts: laws[[text[-1] if text else ROOT for text in texts]], num_texts)
+        after = [{token: chance for token, chance in enumerate(row) if chance} for row in laws.tolist()]
+        return choose_cells(lambda texts: [after[text[-1] if text else ROOT] for text in texts], num_texts)
 
 
 def texts(

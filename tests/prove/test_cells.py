@@ -15,8 +15,9 @@ def table(rows: list[list[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def after(laws: Tensor, texts: Sequence[TokenIds]) -> Tensor:
-    return laws[[text[-1] if text else 0 for text in texts]]
+def after(laws: Tensor, texts: Sequence[TokenIds]) -> list[dict[int, float]]:
+    rows = laws[[text[-1] if text else 0 for text in texts]].tolist()
+    return [{token: chance for token, chance in enumerate(row) if chance} for row in rows]
 
 
 LAWS = table([[0.5, 0.3, 0.0, 0.2], [0.9, 0.1, 0.0, 0.0], [0.2, 0.2, 0.6, 0.0], [1.0, 0.0, 0.0, 0.0]])

@@ -10,13 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from forerun.annotations import Float
 from forerun.prove.chi_square import ChiSquare, chi_square
 
 TokenIds = tuple[int, ...]
-NextLaws = Callable[[Sequence[TokenIds]], Float[Tensor, "texts vocab"]]
+NextLaws = Callable[[Sequence[TokenIds]], Sequence[Mapping[int, float]]]  # by token, those of probability 0 left out
 
 LEAST_EXPECTED = 10
 MOST_CELLS = 200
@@ -80,8 +77,7 @@ def choose_cells(next_laws: NextLaws, num_texts: int, end_ids: Collection[int] =
         open_texts = [text for text, chance in chances.items() if chance >= least and not ended(text, ends)]
         if not open_texts:
             break
-        tables = next_laws(open_texts).tolist()
-        fresh = {text: {v: p for v, p in enumerate(row) if p > 0} for text, row in zip(open_texts, tables, strict=True)}
+        fresh = dict(zip(open_texts, next_laws(open_texts), strict=True))
         longer = {(*text, v): chances[text] * p for text, law in fresh.items() for v, p in law.items()}
         chances = {text: chance for text, chance in chances.items() if ended(text, ends)} | longer
         ranked = sorted(chances.items(), key=lambda entry: (-entry[1], entry[0]))

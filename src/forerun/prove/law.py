@@ -190,8 +190,9 @@ def openings_at(
 
         def laws(
             texts: Sequence[TokenIds], start: TokenIds = (*prompt, token), num_prompt: int = len(prompt)
-        ) -> Tensor:
-            return law_after(llm, [start + text for text in texts], num_prompt, params)
+        ) -> list[dict[int, float]]:
+            table = law_after(llm, [start + text for text in texts], num_prompt, params).tolist()
+            return [{v: p for v, p in enumerate(row) if p > 0} for row in table]
 
         cells = choose_cells(laws, workload.num_texts, llm.requests.eos_ids)
         if cells.enough:

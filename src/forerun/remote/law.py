@@ -14,9 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import torch
-from torch import Tensor
-
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.prove.cells import LEAST_EXPECTED, MOST_TOKENS, Cells, TokenIds, choose_cells
@@ -119,20 +116,13 @@ def cells_of(texts: Sequence[RemoteAnswer], num_texts: int, numbers: TokenNumber
         for place, token in enumerate(answer.tokens[:MOST_TOKENS]):
             if token.likely and UNNAMED not in ids[:place] and ids[:place] not in laws:
                 named = {numbers.of(name): math.exp(value) for name, value in token.likely.items()}
-                laws[ids[:place]] = {number: chance for number, chance in named.items() if number != UNNAMED}
+                laws[ids[:place]] = {number: p for number, p in named.items() if p > 0 and number != UNNAMED}
 
     for beginning in ended & laws.keys():
         seen = following.get(beginning, set())
         laws[beginning] = {number: chance for number, chance in laws[beginning].items() if number in seen}
 
-    def next_laws(beginnings: Sequence[TokenIds]) -> Tensor:
-        table = torch.zeros(len(beginnings), len(numbers.numbers) or 1, dtype=torch.float64)
-        for row, beginning in enumerate(beginnings):
-            for number, chance in laws.get(beginning, {}).items():
-                table[row, number] = chance
-        return table
-
-    return choose_cells(next_laws, num_texts)
+    return choose_cells(lambda beginnings: [laws.get(beginning, {}) for beginning in beginnings], num_texts)
 
 
 def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> ServedLaw:

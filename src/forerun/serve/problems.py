@@ -7,6 +7,7 @@ to the client.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from forerun.errors import (
@@ -46,31 +47,27 @@ ERRORS: Mapping[type[BaseException], tuple[int, str, str]] = {  # status, code, 
 }
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(Exception):
     """An error response.
 
-    `param`: the invalid field; `retry_s`: seconds until a retry makes sense; `allow`: the methods of the route.
+    `param`: the invalid field; `kind`: its type, by default that of the status; `retry_s`: seconds until a retry makes
+    sense; `allow`: the methods of the route.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        kind: str = "",
-        retry_s: int | None = None,
-        allow: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = None if param is None else short(param)
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-        self.retry_s = retry_s
-        self.allow = allow
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str
+    param: str | None = None
+    kind: str = ""
+    retry_s: int | None = None
+    allow: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        self.param = None if self.param is None else short(self.param)
+        self.kind = self.kind or ("invalid_request_error" if self.status < 500 else "server_error")
 
     @property
     def body(self) -> dict[str, Any]:

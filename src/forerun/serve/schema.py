@@ -74,14 +74,7 @@ def _object(members: FieldTable, types: str = "") -> BodyField:
     return BodyField("served", tuple(types.split()), members)
 
 
-JSON_TYPES = {
-    "float": "number",
-    "int": "integer",
-    "bool": "boolean",
-    "str": "string",
-    "Sequence": "array",
-    "Mapping": "object",
-}
+JSON_TYPES = {kind.__name__: name for kind, name in TYPES.items()} | {"Sequence": "array", "Mapping": "object"}
 
 
 def _parameters(values: type, *left_out: str) -> dict[str, BodyField]:

@@ -105,10 +105,6 @@ class OneByOne:
     async def run(self, task: Callable[[], T]) -> T:
         """Run a task and return its result. Cancelled before its turn it is not run; afterwards it runs to its end."""
         await self.turn.acquire()
-        return await asyncio.shield(self.begun(task))
-
-    def begun(self, task: Callable[[], T]) -> asyncio.Task[T]:
-        """Start a task that has its turn; the next turn starts after the pause."""
         loop, began_s = asyncio.get_running_loop(), time.perf_counter()
 
         def pause(_: object) -> None:
@@ -116,4 +112,4 @@ class OneByOne:
 
         running = loop.create_task(asyncio.to_thread(task))
         running.add_done_callback(pause)
-        return running
+        return await asyncio.shield(running)
