@@ -154,7 +154,7 @@ SENT |= st.integers(120, 131).map(lambda length: "x" * length)
 
 def test_every_answer_of_every_status_has_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the client, where it is of printable ASCII; else a new one, of which there are no two."""
-    keys, ids, honest = tmp_path / "keys", set[str](), Service.body
+    keys, ids, honest = tmp_path / "keys", set[str](), Service.process
     keys.write_text("alice k-1\n")
 
     with drafting() as llm, running(llm, api_keys=keys, max_body_bytes=2000) as server, server.http() as http:
@@ -169,7 +169,7 @@ def test_every_answer_of_every_status_has_an_id(tmp_path: Path, monkeypatch: pyt
                 raw = {name.encode(): value.encode() for name, value in headers.items()}
                 raw |= {} if sent is None else {b"X-Request-Id": sent.strip(" \t").encode("latin-1")}
                 body = {"content": odd["content"]} if "content" in odd else {"json": odd.get("json", OK)}
-                monkeypatch.setattr(Service, "body", raising(odd["fault"]) if "fault" in odd else honest)
+                monkeypatch.setattr(Service, "process", raising(odd["fault"]) if "fault" in odd else honest)
                 path = odd.get("path", "/v1/completions")
                 answer = http.request(odd.get("method", "POST"), path, headers=raw, **body)
                 assert answer.status_code == status

@@ -101,7 +101,7 @@ class HttpRoutes:
 
     async def reply(self, entry: OpenRequest, endpoint: Endpoint, raw: bytes) -> Response:
         """Generate the response. An error before the first event is raised, so that it gets its own HTTP status."""
-        writer = await self.service.writer(entry, endpoint, raw)
+        writer = await self.service.process(raw, partial(self.service.read, entry, endpoint))
         del raw  # bodies may be long, and many may wait
         deltas = self.service.deltas(entry, writer)
         if writer.parsed.stream:
@@ -146,14 +146,8 @@ class HttpRoutes:
     def model_object(self) -> dict[str, Any]:
         """OpenAI's model object, with the context length and the fingerprint."""
         service, llm = self.service, self.service.llm
-        limits = {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
-        return {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.started,
-            "owned_by": "forerun",
-            **limits,
-        }
+        fields = {"id": service.model_name, "object": "model", "created": service.started, "owned_by": "forerun"}
+        return fields | {"max_model_len": llm.plan.max_model_len, "system_fingerprint": llm.fingerprint}
 
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: special tokens and chat template."""
@@ -164,8 +158,7 @@ class HttpRoutes:
         """Answer a tokenizer request in another thread; it counts as an open request of its tenant."""
         entry, raw = await self.entered(request)
         try:
-            body = await self.service.body(raw)
-            return json_response(await self.service.work(body, len(raw), lambda: work(self.service, body)))
+            return json_response(await self.service.process(raw, partial(work, self.service)))
         finally:
             self.service.gate.leave(entry)
 

@@ -120,32 +120,23 @@ class Service:
             message = f"the model {shown(name)} is not served here: it is {shown(self.model_name)}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def writer(self, entry: OpenRequest, endpoint: Endpoint, raw: bytes) -> Writer:
-        """Parse a body and create its sequences; returns the writer of its answer. Nothing runs yet."""
-        body = await self.body(raw)
-        return await self.work(body, len(raw), partial(self.read, entry, endpoint, body))
+    async def process(self, raw: bytes, task: Callable[[dict[str, Any]], T]) -> T:
+        """Parse a body as JSON, check its model name and run a task with it, in other threads.
 
-    async def body(self, raw: bytes) -> dict[str, Any]:
-        """Parse a body as JSON in another thread, and check its model name."""
-        parse = partial(parse_json_body, raw)
-        body = await (self.long_bodies.run(parse) if len(raw) > LONG_BODY_BYTES else asyncio.to_thread(parse))
-        self.check_model(body.get("model"))
-        return body
-
-    async def work(self, body: Mapping[str, Any], num_bytes: int, task: Callable[[], T]) -> T:
-        """Run a task that processes a body in another thread; long bodies are processed one at a time.
-
-        Bodies with templates, tools or grammars, which may take seconds to compile or run, have a few threads of their
-        own, so that other bodies do not wait for them.
+        Long bodies are processed one at a time. Bodies with templates, tools or grammars, which may take seconds to
+        compile or run, have a few threads of their own, so that other bodies do not wait for them.
         """
+        is_long, parse = len(raw) > LONG_BODY_BYTES, partial(parse_json_body, raw)
+        body = await (self.long_bodies.run(parse) if is_long else asyncio.to_thread(parse))
+        self.check_model(body.get("model"))
         is_slow = any(body.get(name) is not None for name in SLOW_FIELDS)
-        if not is_slow and num_bytes <= LONG_BODY_BYTES:
-            return await asyncio.to_thread(task)
+        if not is_slow and not is_long:
+            return await asyncio.to_thread(task, body)
         pool = self.slow_bodies if is_slow else self.long_prompts
-        return await self.within(pool, partial(contextvars.copy_context().run, task))
+        return await self.within(pool, partial(contextvars.copy_context().run, task, body))
 
     def read(self, entry: OpenRequest, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
-        """The body of `writer` that runs in another thread: create the sequences and their writer."""
+        """Create the sequences of a body and the writer of its answer. Nothing runs yet."""
         parsed, answers = prepared(body, endpoint, self.llm, entry.tenant, self.settings)
         if self.settings.log_prompts:
             for request, _ in answers.requests:
