@@ -100,8 +100,8 @@ def messages_of(given: Mapping[str, Any], options: ChatOptions, tokenizer: Token
     known, check = {**MESSAGE, **dict.fromkeys(idle & words, BodyField("served"))}, NameCheck(lenient)
     kept = [served_members(each, known, f"messages[{place}]", check) for place, each in enumerate(messages)]
     check.log_ignored()
-    harmony = is_harmony(tokenizer, options.chat_template)
-    return history(with_objects(kept)) if harmony else with_objects(kept)
+    talk = with_objects(kept)
+    return history(talk) if is_harmony(tokenizer, options.chat_template) else talk
 
 
 def template_of(given: Mapping[str, Any], settings: ServeSettings) -> ChatOptions:

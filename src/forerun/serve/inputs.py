@@ -71,13 +71,8 @@ def joined(
     return chat
 
 
-def response_fields(given: JsonObject) -> dict[str, Any]:
-    """The body of /v1/responses with the fields of a chat added. Raises ApiError 400, naming the invalid field."""
-    return {**given, "messages": input_messages(given), **input_tools(given)}
-
-
 def input_messages(given: JsonObject) -> list[dict[str, Any]]:
-    """The messages from `instructions` and `input`."""
+    """The messages from `instructions` and `input`. Raises ApiError 400, naming the invalid field."""
     items = given.get("input")
     if items is None:
         raise missing("input", "give text, or a list of items")

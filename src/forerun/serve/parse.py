@@ -21,7 +21,7 @@ from forerun.request import Request, SpeculationOption, requests_of
 from forerun.sampling.params import SamplingParams
 from forerun.serve.body import served_fields
 from forerun.serve.conversation import ChatBody
-from forerun.serve.inputs import message_fields, response_fields, response_logprobs
+from forerun.serve.inputs import input_messages, input_tools, message_fields, response_logprobs
 from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import TOO_MANY_TOKENS, UNSERVED, missing, refused, renamed, unserved
 from forerun.serve.schema import PROMPTS, SAMPLING, Endpoint
@@ -109,7 +109,7 @@ def parse_body(
     """Parse a body. Raises InvalidRequest or ApiError, naming the invalid field."""
     fields = served_fields(body, endpoint, settings.lenient)
     if endpoint == "responses":
-        fields = response_fields(fields)
+        fields = {**fields, "messages": input_messages(fields), **input_tools(fields)}
     elif endpoint == "messages":
         if "max_tokens" not in fields:
             raise missing("max_tokens", "give how many tokens the answer may have")

@@ -116,21 +116,18 @@ def function_name_of(tool: Any) -> str | None:
 def with_objects(messages: Seq[Any]) -> list[Any]:
     """Messages with the arguments of calls parsed from text to objects, as chat templates expect them.
 
-    Raises ApiError 400 if arguments are not a JSON object.
+    An empty `tool_calls` is removed. Raises ApiError 400 if arguments are not a JSON object.
     """
-    return [with_calls(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def with_calls(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """One message with parsed arguments; an empty `tool_calls` is removed."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list | None):
-        raise refused(f"{name}.tool_calls", f"{shown(calls)} is no list of calls.")
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    if not calls:
-        return rest
-    made = [with_object(call, f"{name}.tool_calls[{j}]") for j, call in enumerate(calls)]
-    return {**rest, "content": message.get("content") or "", "tool_calls": made}
+    parsed = []
+    for i, message in enumerate(messages):
+        calls, name = message.get("tool_calls"), f"messages[{i}].tool_calls"
+        if not isinstance(calls, list | None):
+            raise refused(name, f"{shown(calls)} is no list of calls.")
+        parsed.append({key: value for key, value in message.items() if key != "tool_calls"})
+        if calls:
+            made = [with_object(call, f"{name}[{j}]") for j, call in enumerate(calls)]
+            parsed[-1] |= {"content": message.get("content") or "", "tool_calls": made}
+    return parsed
 
 
 def with_object(call: Any, name: str) -> dict[str, Any]:
