@@ -354,6 +354,16 @@ def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
         )
 
 
+def changed(group: Any) -> Iterator[str]:
+    """The names of a group's options that have another value than by default, and of those of groups inside it."""
+    for option in fields(group):
+        value = getattr(group, option.name)
+        if is_dataclass(value):
+            yield from changed(value)
+        elif value != (option.default if option.default_factory is MISSING else option.default_factory()):
+            yield option.name
+
+
 def group_from(group: Any, values: dict[str, Any]) -> Any:
     """A group, and the groups inside it, with values that are taken out of `values`."""
     kinds = get_type_hints(group)

@@ -194,7 +194,7 @@ def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
         assert "'more' is not served at" in refusal(
             "prove", "--prompts", str(prompts), *both, "--served-model-name", "more"
         )
-        assert "draft: --server" in refusal(
+        assert "draft: it does not go with --server" in refusal(
             "prove", "--prompts", str(prompts), "--server", other.url, "--draft", "ngram"
         )
         assert "plain: 'x' goes with --server" in refusal("prove", "--prompts", str(prompts), "--plain", "x")

@@ -144,6 +144,7 @@ def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:
         assert "drafts: it does not go with --server" in refusal("tune", "--server", other.url, "--drafts", "ngram")
         assert "out: it does not go with --server" in refusal("tune", "--server", other.url, "--out", str(tmp_path))
         assert "batch: it does not go with --server" in refusal("tune", "--server", other.url, "--batch", "2")
+        assert "threads: it does not go with --server" in refusal("tune", "--server", other.url, "--threads", "1")
         assert "temperature: 0,1 are several" in refusal("tune", "--server", other.url, "--temperature", "0,1")
         assert "depths: 0 must be" in refusal("tune", "--server", other.url, "--depths", "0")
         assert "clients: '1,x' must be numbers" in refusal("tune", "--server", other.url, "--clients", "1,x")

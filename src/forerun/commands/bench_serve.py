@@ -7,6 +7,7 @@ mode of speculation changed an answer. `forerun.traffic` sends the requests and 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -15,6 +16,7 @@ import typer
 
 from forerun.commands.bench import json_object, numbers
 from forerun.commands.running import Destination, Result, importing
+from forerun.errors import InvalidRequest
 from forerun.options import OUTPUT, OutputOptions, with_options
 from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
 
@@ -50,6 +52,12 @@ class RemoteOptions:
         str | None, typer.Option(help="Test a server instead of a model: URL of any OpenAI-compatible server.")
     ] = None
     access: AccessOptions = field(default_factory=AccessOptions)
+
+    def refuse(self, given: Iterable[str], known: Container[str], cure: str = "leave it out") -> None:
+        """Raise InvalidRequest for a given option that is not `known`, since it applies only to a loaded model."""
+        for name in given:
+            if name not in known:
+                raise InvalidRequest(name, f"it does not go with --server {self.server}: {cure}.")
 
     def addresses(
         self, chat: bool, other: str | None, option: str, other_model: str

@@ -25,6 +25,7 @@ from forerun.options import (
     ModelOption,
     OutputOptions,
     adapted,
+    changed,
     with_options,
 )
 from forerun.streams import show_note
@@ -34,6 +35,9 @@ forerun prove --model stdlib --draft model:stdlib-draft --prompts prompts.txt
 forerun prove --model stdlib --draft ngram --prompts prompts.jsonl --thorough -o proof.json
 forerun prove --server http://gpu:8000 --plain http://gpu:8001 --prompts prompts.jsonl
 """
+
+
+OF_SERVERS = ("prompts", "num_prompts", "max_tokens", "num_texts", "thorough", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +144,7 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
 
     Raises InvalidRequest for options that apply only to a loaded model.
     """
-    usual = ProveOptions(options.prompts)
-    for name in ("model", "draft", "depth", "width", "loading", "max_model_len", "adapter"):
-        if getattr(options, name) != getattr(usual, name):
-            raise InvalidRequest(name, f"--server {remote.server} has its own: leave it out.")
+    remote.refuse(changed(options), OF_SERVERS)
     with importing():
         from forerun.bench.material import read_passages
         from forerun.progress import LoadingBar

@@ -18,8 +18,7 @@ from forerun.commands.bench import MeasurementOptions, json_object, numbers
 from forerun.commands.bench_serve import RemoteOptions
 from forerun.commands.running import Destination, Result, importing
 from forerun.errors import InvalidRequest
-from forerun.models.bundled import TARGET
-from forerun.options import DRAFTERS, MODEL, LoadingOptions, OutputOptions, with_options
+from forerun.options import DRAFTERS, MODEL, OutputOptions, changed, with_options
 from forerun.settings_file import written_settings
 from forerun.store import writable
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from forerun.tune.report import TunedChoice, TuneReport
 
 OUT = Path("tuned")
+OF_SERVERS = ("prompts", "temperature", "max_tokens", "num_prompts", "repeats", "seed", "chat", "time_limit")
 JSON, SETTINGS, PAGE = "tune.json", "forerun.toml", "tune.html"
 
 EXAMPLES = """
@@ -140,21 +140,8 @@ def settings_of(report: TuneReport, pick: TunedChoice) -> str:
 def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str], result: Result) -> None:
     """Measure a server instead of drafters. Raises InvalidRequest for options that apply only to a loaded model."""
     assert remote.server is not None, "only called with --server"
-    model_alone = {
-        "drafts": names,
-        "model": options.model != TARGET,
-        "replay": options.replay,
-        "batch": options.batch != "1",
-        "fresh": options.fresh,
-        "template_options": options.template_options != "{}",
-        "out": options.out != OUT,
-        "dtype and the like": options.loading != LoadingOptions(),
-    }
-    for name, value in model_alone.items():
-        if value:
-            raise InvalidRequest(
-                name, f"it does not go with --server {remote.server}: leave it out; loads are --clients, files are -o."
-            )
+    cure = "leave it out; loads are --clients, files are -o"
+    remote.refuse(["drafts"] if names else changed(options), OF_SERVERS, cure)
     with importing():
         from forerun.bench.material import mixed_passages
         from forerun.progress import LoadingBar
