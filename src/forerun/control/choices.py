@@ -22,7 +22,7 @@ FINE = 16  # guesses that are weighed one by one; many more are weighed by a six
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
 Choice = Sequence[Assignment | None]  # for every row
-Guess = tuple[float, int, int, DraftOption]  # minus its chance, depth, row, option
+RowGuess = tuple[float, int, int, DraftOption]  # minus its chance, depth, row, option
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class Weighing:
         Guesses are added the likeliest first. Where that leaves rows out, all first guesses are tried before all second
         ones, since a step of a drafter serves all rows.
         """
-        guesses: list[Guess] = [
+        guesses: list[RowGuess] = [
             (-chance, depth, row, option)
             for row, option in enumerate(chosen)
             if option is not None and option.free
@@ -207,7 +207,7 @@ class Weighing:
             planned = max(planned, by_depth, key=lambda each: each.tokens_per_s)
         return planned
 
-    def along(self, chosen: Sequence[DraftOption | None], guesses: Sequence[Guess]) -> Planned:
+    def along(self, chosen: Sequence[DraftOption | None], guesses: Sequence[RowGuess]) -> Planned:
         """The best plan on the way from no guess of free rows to all of these."""
         drafts = self.drafts([option for option in chosen if option], len(chosen))
         for row, option in enumerate(chosen):

@@ -21,7 +21,7 @@ import numpy as np
 
 from forerun.errors import InvalidGrammar, MissingPackage
 from forerun.sampling.grammar import Grammar
-from forerun.sampling.trial import UNTRIED_CHARACTERS, Vocabulary, problem_of_trial
+from forerun.sampling.trial import UNTRIED_CHARACTERS, TokenTable, problem_of_trial
 
 KEPT_GRAMMARS = 64  # compiled ones that are kept: servers are asked with the same few again and again
 HEAVY_S = 0.05  # a mask; such a grammar may have 100 MB
@@ -215,7 +215,7 @@ class Matchers:
             (texts.names(i) or "").encode() if i in texts.special else spelled or b""
             for i, spelled in enumerate(texts.spelled)
         ]
-        vocabulary = Vocabulary(tokens, texts.special | nothing, texts.encode)
+        vocabulary = TokenTable(tokens, texts.special | nothing, texts.encode)
         return self._guidance.LLTokenizer(self._guidance.TokenizerWrapper(vocabulary))
 
 

@@ -44,7 +44,7 @@ def problem_of_trial(source: str, num_tokens: int, special: Mapping[int, str]) -
     return json.loads(done.stdout)[0] if done.returncode == 0 else TOO_MUCH
 
 
-class Vocabulary:
+class TokenTable:
     """What llguidance asks of a tokenizer, in its words: the bytes of each token, and behind them a token that stands
     for the end, since which ids end a text is the request's matter. `special` ids are no text."""
 
@@ -77,7 +77,7 @@ def compile_grammar(source: str, num_tokens: int, special: Sequence[tuple[int, s
     tokens = [bytes([i]) if i < 256 else b"\xff" + i.to_bytes(4, "big") for i in range(num_tokens)]  # stand-ins
     for token, name in special:
         tokens[token] = name.encode()
-    vocabulary: Any = llguidance.TokenizerWrapper(Vocabulary(tokens, dict(special), str.encode))
+    vocabulary: Any = llguidance.TokenizerWrapper(TokenTable(tokens, dict(special), str.encode))
     limits = llguidance.LLParserLimits(verbose_errors=False)
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer(vocabulary), source, log_level=0, limits=limits)
     if matcher.is_error():
