@@ -186,7 +186,7 @@ class Unreported:
 
 def undrawable(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:
     """Why no token can be sampled after a sequence: invalid logits, or a request that excludes every token."""
-    behind = f"after {len(sequence.tokens)} tokens of sequence {sequence.id}"
+    behind = f"after {len(sequence.tokens) - sequence.num_prompt} tokens of the answer"
     if logits.isnan().any() or logits.isneginf().all():
         return ModelOutputInvalid(
             f"the model's logits {behind} contain NaN, or are all -inf: check that its files are complete, or load it "
