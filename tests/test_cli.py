@@ -295,6 +295,13 @@ def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
 
 
+def test_only_a_widened_checkpoint_is_named_behind_every_speed(talking: ScriptedLLM) -> None:
+    talking.name, talking.draft_name = "some/model", "suffix:some/folder"  # `auto` chose it
+    assert "accepted]" in chat("--draft", "auto", lines="hi").stderr
+    talking.draft_name = "model:some (widened from 1 M to 2 M parameters)"
+    assert "accepted; model:some (widened from 1 M to 2 M parameters)]" in chat(lines="hi").stderr
+
+
 def test_warnings_stand_behind_a_text_that_is_streamed_and_not_in_it(
     talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

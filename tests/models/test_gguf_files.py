@@ -302,7 +302,12 @@ def test_weights_stay_stored_whatever_dense_layers_take(tmp_path: Path, monkeypa
         raise AssertionError("dense layers are not what will run")
 
     monkeypatch.setattr(loading, "choose_backend", measured)
-    assert Blueprint.of(str(stories(tmp_path / "model.gguf"))).as_stored
+    blueprint = Blueprint.of(str(stories(tmp_path / "model.gguf")))
+    assert blueprint.as_stored
+    shares = list[float]()
+    blueprint.decoder(progress=lambda _what, share: shares.append(share))
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0  # though stored weights are not read while it loads
 
 
 def test_a_damaged_folder_says_what_to_remove(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def chat(
     require_template(where.spec)
     model = LoadedModel.of(where, how)
     llm, errors, painter = model.llm, model.errors, Painter(Console(), how.raw)
-    label = label_of_widened(llm, where)
+    label = label_of_widened(llm)
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = beginning
     while (line := read_line(errors)) is not None and line != "/exit":
@@ -74,10 +74,9 @@ def chat(
             errors.print(speed, style="dim", markup=False, highlight=False)
 
 
-def label_of_widened(llm: LLM, where: ModelOptions) -> str:
+def label_of_widened(llm: LLM) -> str:
     """A note after every speed if the checkpoint is widened, since its speed is not that of the original."""
-    labels = ((llm.name, where.model), (llm.draft_name, where.draft))
-    return "".join(f"; {label}" for label, asked_for in labels if label and label != asked_for)
+    return "".join(f"; {label}" for label in (llm.name, llm.draft_name) if "(widened from " in label)
 
 
 def read_line(console: Console) -> str | None:

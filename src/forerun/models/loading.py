@@ -296,7 +296,10 @@ class Blueprint:
         groups = checkpoint.groups if self.as_stored else None
         whole_head = None if ranks is None else cache(lambda: self.head_rows(torch.arange(c.vocab_size)))
         backend = self.backend(progress)
-        return Decoder(c, take, self.dtype, backend, self.quantize, host, groups, ranks=ranks, whole_head=whole_head)
+        decoder = Decoder(c, take, self.dtype, backend, self.quantize, host, groups, ranks=ranks, whole_head=whole_head)
+        if progress is not None:
+            progress(f"loading {self.name}", 1.0)  # tensors that stay as they are stored were not counted
+        return decoder
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
         """The output layer for these tokens only, with the logits and the format of the whole one."""
