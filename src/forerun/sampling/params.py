@@ -66,8 +66,8 @@ class SamplingParams:
     within which every finite logit stays finite. `n` is at most 1024; `logprobs` and `prompt_logprobs` are at most
     128; there are at most 64 `stop` strings and 1024 `bad_words`, of at most 1024 characters each.
 
-    `bad_words` are not said, known by their tokens inside a text, without a blank in front and with one: the last token
-    of such a word is banned wherever the answer so far ends with those before it. Other tokens may spell the same.
+    `bad_words` are banned as sequences of tokens: each word as it is tokenized inside a text, with and without a blank
+    before it. Its last token is banned where the answer ends with the others; other tokens may still spell the word.
 
     The whole text of an answer matches `grammar`, and ends only where it does, or where `max_tokens`, a stop string or
     a stop id cuts it short. It ends at once where nothing may follow, whatever `min_tokens` says.
