@@ -102,7 +102,8 @@ class Constraint:
         """The tokens that must come next, as far as there is no choice, at most so many."""
         if most < 1 or self.after(()).num_tokens != 1:
             return []
-        return self._attempt(self._compute_forced)[: min(most, MOST_FORCED)]
+        forced = self._attempt(lambda: self._matcher.forced() if self._move(()) else [])
+        return forced[: min(most, MOST_FORCED)]
 
     def completed_by(self, tokens: Sequence[int]) -> int | None:
         """How many of the tokens that were drawn next make the text one that nothing may follow; None if they do not.
@@ -141,9 +142,6 @@ class Constraint:
             if token < 32 * len(mask):
                 mask[token // 32] |= bit(token)
         return Allowed(mask)
-
-    def _compute_forced(self) -> list[int]:
-        return self._matcher.forced() if self._move(()) else []
 
     def _move(self, behind: tuple[int, ...]) -> bool:
         """Put the matcher behind these tokens; False if the grammar does not allow them."""

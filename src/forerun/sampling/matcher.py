@@ -45,27 +45,23 @@ class SpelledTokens:
     names: Callable[[int], str | None]
 
 
-@dataclass(slots=True)
-class Weight:
-    """Whether a grammar is one whose masks take long, or more work than is allowed; its matchers share that."""
-
-    heavy: bool = False
-
-
 class Matcher:
     """A grammar and the place of a text in it.
 
     The place is moved forward by `read` and back by `rewind`; whichever way a text was reached, the same is allowed
     behind it. Every method raises InvalidGrammar where the grammar needs more work there than its limits allow; after
     that the matcher is of no use.
+
+    `heavy`: masks of the grammar take long, or more work than is allowed, for this matcher or one of its forks. Then it
+    is not worth its memory: what was computed for masks stays with the grammar.
     """
 
-    def __init__(self, inner: Any, end: int, weight: Weight | None = None) -> None:
-        self._inner, self._end, self._weight = inner, end, weight or Weight()
+    def __init__(self, inner: Any, end: int, origin: Matcher | None = None) -> None:
+        self._inner, self._end, self._origin, self.heavy = inner, end, origin, False
 
     def fork(self) -> Matcher:
         """A matcher at the same place, independent of this one."""
-        return Matcher(self._inner.deep_copy(), self._end, self._weight)
+        return Matcher(self._inner.deep_copy(), self._end, self._origin or self)
 
     def read(self, tokens: Sequence[int]) -> int:
         """Move behind as many of these tokens as the grammar allows there; how many that are."""
@@ -82,16 +78,12 @@ class Matcher:
         """A bit for every id, the lowest first, set where the id may come next; a copy. No id ends the text."""
         start_s = time.monotonic()
         bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint32).copy()
-        self._weight.heavy |= time.monotonic() - start_s > HEAVY_S
+        if time.monotonic() - start_s > HEAVY_S:
+            (self._origin or self).heavy = True
         if not self._inner.get_error().startswith(DEAD_END):
             self._check()
         bits[self._end // 32] &= ~bit(self._end)
         return bits
-
-    @property
-    def heavy(self) -> bool:
-        """Whether it is not worth its memory: what was computed for masks stays with the grammar."""
-        return self._weight.heavy
 
     @property
     def accepts(self) -> bool:
@@ -106,7 +98,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
-            self._weight.heavy = True
+            (self._origin or self).heavy = True
             raise InvalidGrammar(
                 f"llguidance gives up on it behind this text: {brief(self._inner.get_error())} Use a simpler grammar."
             )
@@ -166,8 +158,11 @@ class Matchers:
             source = json.dumps({"grammars": self._sources(grammar, "start")})
         except ValueError as error:
             raise InvalidGrammar(f"llguidance refuses it: {brief(str(error))}") from error
-        if grammar.num_characters > UNTRIED_CHARACTERS and (problem := self._problem(source)) is not None:
-            raise InvalidGrammar(f"llguidance refuses it: {brief(problem)}")
+        if grammar.num_characters > UNTRIED_CHARACTERS:
+            names = {token: self._texts.names(token) or "" for token in self._texts.special}
+            problem = problem_of_trial(source, len(self._texts.spelled), names)
+            if problem is not None:
+                raise InvalidGrammar(f"llguidance refuses it: {brief(problem)}")
         limits = guidance.LLParserLimits(verbose_errors=False)
         inner = guidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if inner.is_error():
@@ -176,11 +171,6 @@ class Matchers:
         if not matcher.fork().mask().any():
             raise InvalidGrammar("it allows no text at all, or none but the empty one: allow at least one character.")
         return matcher
-
-    def _problem(self, source: str) -> str | None:
-        """What a trial in another process finds wrong with a grammar."""
-        names = {token: self._texts.names(token) or "" for token in self._texts.special}
-        return problem_of_trial(source, len(self._texts.spelled), names)
 
     def _sources(self, grammar: Grammar, name: str) -> list[dict[str, Any]]:
         """A grammar and its parts, as llguidance's own format writes them."""
