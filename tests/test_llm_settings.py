@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.errors import EngineClosed
+from forerun.errors import EngineClosed, InvalidRequest
 from forerun.models.spec import ModelSpec
 from kit.checkpoints import SMALL, TARGET
 
@@ -87,6 +87,13 @@ def test_a_spec_and_keywords_say_the_same() -> None:
     assert (one.fingerprint, one.format, one.kernels) == (other.fingerprint, other.format, other.kernels)
     assert LLM(spec, dtype="bfloat16").format == "bfloat16"
     assert LLM(str(SMALL), dtype="float32", kernels="torch").fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "chunk_tokens", "memory_bytes", "max_model_len", "threads"])
+def test_absurd_numbers_are_refused(name: str) -> None:
+    for value in (10**400, 2**63, 2**62):
+        with pytest.raises(InvalidRequest, match=f"{name}: .*(must be at most|is above)"):
+            LLM(str(TARGET), **{name: value})  # type: ignore[arg-type]
 
 
 def test_it_says_what_it_is() -> None:

@@ -21,15 +21,18 @@ CPU_QUANTIZATIONS = QUANTIZATIONS[:2]
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 AUTO: Literal["auto"] = "auto"
+MOST_COUNT = 2**53  # of bytes, tokens or sequences: products with small sizes fit 64 bits, and doubles hold it
 MOST_THREADS = 1024  # of a process; with many more torch ends the program
 AUTO_DEPTH = 16  # guesses of a round at most where the depth is chosen
 DEFAULT_DEPTH = 4
 
 
-def require_whole(name: str, value: object, least: int) -> None:
-    """Raise InvalidRequest unless `value` is a whole number of at least `least`."""
+def require_whole(name: str, value: object, least: int, most: int = MOST_COUNT) -> None:
+    """Raise InvalidRequest unless `value` is a whole number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidRequest(name, f"{shown(value)} must be a whole number of at least {least}.")
+    if value > most:
+        raise InvalidRequest(name, f"{shown(value)} must be at most {most}.")
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from forerun.config import DEFAULT_DEPTH, Speculation, Verification, require_whole
 from forerun.engine.engine import Engine
+from forerun.limits import INT64
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 
@@ -42,7 +43,7 @@ class ProofWorkload:
     def __post_init__(self) -> None:
         for name in ("num_prompts", "max_tokens", "num_texts", "num_openings"):
             require_whole(name, getattr(self, name), 1)
-        require_whole("seed", self.seed, 0)
+        require_whole("seed", self.seed, 0, INT64)
 
     def thorough(self) -> ProofWorkload:
         """A workload with about ten times the work of this one."""

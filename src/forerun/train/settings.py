@@ -15,7 +15,7 @@ from forerun.config import require_whole
 from forerun.did_you_mean import complete_from, nearest
 from forerun.errors import InvalidRequest
 from forerun.heads.sizes import MOST_DEPTH
-from forerun.limits import real
+from forerun.limits import INT64, real
 
 if TYPE_CHECKING:
     from forerun.sampling.params import SamplingParams
@@ -85,7 +85,7 @@ class TrainSettings:
         counts = (*COUNTS, "draft_depth")
         for name in counts if self.steps is None else ("steps", *counts):
             require_whole(name, getattr(self, name), 1)
-        require_whole("seed", self.seed, 0)
+        require_whole("seed", self.seed, 0, INT64)
         if self.draft_depth > MOST_DEPTH:
             raise InvalidRequest("draft_depth", f"{self.draft_depth} must be at most {MOST_DEPTH}.")
         for name, least, most in (
