@@ -164,7 +164,7 @@ class HttpRoutes:
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the engine runs."""
-        if not self.service.alive:
+        if self.service.front.end is not None:
             raise EngineClosed
         return json_response({"status": "ok"})
 

@@ -100,11 +100,6 @@ class Service:
         """The model's name in requests."""
         return self.settings.served_model_name or served_name(self.llm.name)
 
-    @property
-    def alive(self) -> bool:
-        """Whether the engine's thread is running."""
-        return self.front.end is None
-
     def close(self) -> None:
         """Stop the engine's thread; waiting requests get an error."""
         self.front.close()
@@ -163,15 +158,28 @@ class Service:
             raise EngineClosed from error
 
     async def deltas(self, entry: OpenRequest, writer: Writer) -> AsyncGenerator[Delta, None]:
-        """The deltas of an answer, once the gate admits it. Closing the generator cancels its sequences."""
-        answers = writer.answers
-        with self.recorded(entry, writer), self.limited(entry, answers):
-            await self.gate.place(entry, len(answers.sequences))
-            async with aclosing(self.follow(entry, answers)) as deltas:
-                async for delta in deltas:
-                    answers.add(delta)
-                    self.metrics.observe(entry, delta, answers)
-                    yield delta
+        """The deltas of an answer, once the gate admits it. Closing the generator cancels its sequences.
+
+        Afterwards the request's record goes to the log and the traces.
+        """
+        answers, outcome = writer.answers, LEFT
+        try:
+            with self.limited(entry, answers):
+                await self.gate.place(entry, len(answers.sequences))
+                async with aclosing(self.follow(entry, answers)) as deltas:
+                    async for delta in deltas:
+                        answers.add(delta)
+                        self.metrics.observe(entry, delta, answers)
+                        yield delta
+        except Exception as error:
+            outcome = problem_of(error).code
+            raise
+        finally:
+            outcome = FINISHED if answers.num_finished == len(answers.sequences) else outcome
+            record = record_of(entry, writer, outcome)
+            log_request(record)
+            if self.spans is not None:
+                self.spans.take(record, entry.traceparent)
 
     def follow(self, entry: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
         """The deltas of admitted sequences from the engine."""
@@ -190,26 +198,8 @@ class Service:
         """Raise an error with status 503 if new requests are not accepted."""
         if self.gate.draining:
             raise ApiError(503, "the server is shutting down.", code="shutting_down")
-        if not self.alive:
+        if self.front.end is not None:
             raise EngineClosed
-
-    @contextmanager
-    def recorded(self, entry: OpenRequest, writer: Writer) -> Iterator[None]:
-        """Context of answering a request: afterwards its record goes to the log and the traces."""
-        outcome = LEFT
-        try:
-            yield
-            outcome = FINISHED
-        except Exception as error:
-            outcome = problem_of(error).code
-            raise
-        finally:
-            answers = writer.answers
-            outcome = FINISHED if answers.num_finished == len(answers.sequences) else outcome
-            record = record_of(entry, writer, outcome)
-            log_request(record)
-            if self.spans is not None:
-                self.spans.take(record, entry.traceparent)
 
     @contextmanager
     def limited(self, entry: OpenRequest, answers: Answers) -> Iterator[None]:
