@@ -151,7 +151,7 @@ def test_metrics_count_what_answers_say() -> None:
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was written to standard error; loggers are as before at the end."""
-    names = [*records.LEVELS, records.REQUESTS]
+    names = [*records.LEVELS, records.REQUESTS, records.ACCESS]
     before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in map(logging.getLogger, names)]
     yield lambda: capsys.readouterr().err
     for logger, level, propagate, disabled in before:
