@@ -31,6 +31,10 @@ def line(target: Path, draft: Path, prompts: Path) -> list[str]:
     return ["--model", str(target), "--draft", f"model:{draft}", "--prompts", str(prompts)]
 
 
+def test_one_prompt_is_no_prompts(prompts: Path) -> None:
+    assert "× 1 prompt, " in run(TARGET, SMALL, prompts, "--num-prompts", "1", "--max-tokens", "4").stdout
+
+
 def test_a_true_engine_holds(prompts: Path) -> None:
     result = run(TARGET, SMALL, prompts)
     assert result.exit_code == 0, result.output

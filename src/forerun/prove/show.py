@@ -11,7 +11,7 @@ from forerun.prove.equality import ChosenToken, Divergence, Equality
 from forerun.prove.law import LawResult
 from forerun.prove.proof import Environment, ProofReport
 from forerun.prove.workload import shape_name
-from forerun.report import Cell, card, fact_table
+from forerun.report import Cell, card, counted, fact_table
 
 MOST_SHOWN = 3
 
@@ -72,7 +72,7 @@ def place_line(place: Environment) -> str:
 
 def tokens_line(e: Equality) -> str:
     """The result of the comparison with plain decoding."""
-    ran = f"{e.num_runs} runs × {e.num_requests} prompts, {e.num_tokens:,} tokens"
+    ran = f"{e.num_runs} runs × {counted(e.num_requests, 'prompt')}, {e.num_tokens:,} tokens"
     if not e.differences:
         return f"{ran}: identical, log-probabilities too; {e.num_accepted:,} of {e.num_drafted:,} guesses accepted"
     excused = sum(difference.explained for difference in e.differences)
