@@ -18,8 +18,10 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.device import is_cpu, softmax, upload
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, CRowLaw, RowLaws, SamplingKernels
+from forerun.sampling.edits import TextEdits
 from forerun.sampling.noise import Purpose, absorb, coupled_key, mix, signed, uniform
-from forerun.sampling.tables import RoundTables, RowSampling, numbers_of
+from forerun.sampling.params import GREEDY_BELOW
+from forerun.sampling.tables import RoundTables, RowSampling
 from forerun.sampling.transforms import Children, HostChildren, Logits, PathState, Transforms, masks_of
 from forerun.sampling.winners import RoundNoise, all_on_largest, first_largest, largest, tamed
 from forerun.tree import DraftTree
@@ -367,27 +369,29 @@ class Draws:
 def row_laws(rows: Sequence[RowSampling], keys: Sequence[int], num_ids: int, slack: float) -> RowLaws:
     """How these rows draw. `keys` are those of their noise, of 64 bits, with the position still to be absorbed."""
     kept: list[object] = []
-    laws = [row_law(row, key, num_ids, kept) for row, key in zip(rows, keys, strict=True)]
+    laws = [row_law(row, key, kept) for row, key in zip(rows, keys, strict=True)]
     constrained = any(row.constraint is not None for row in rows)
     return RowLaws((CRowLaw * len(laws))(*laws), kept, num_ids, slack, constrained)
 
 
-def row_law(row: RowSampling, key: int, num_ids: int, kept: list[object]) -> CRowLaw:
+def row_law(row: RowSampling, key: int, kept: list[object]) -> CRowLaw:
     """The law of one row for compiled kernels, which cannot call processors; what it points to is added to `kept`."""
-    greedy, temperature, min_p, top_k, top_p, *penalties = numbers_of(row.params, num_ids)
+    p = row.params
     law = CRowLaw(
         key,
         len(row.tokens) - 1,
-        bool(row.params.logits_processors),
-        top_k,
-        0.0 if greedy else temperature,
-        min_p,
-        top_p,
-        *penalties,
+        bool(p.logits_processors),
+        max(p.top_k, 0),
+        0.0 if p.temperature < GREEDY_BELOW else p.temperature,
+        math.log(p.min_p) if p.min_p else -math.inf,
+        p.top_p if p.top_p < 1 else math.inf,
+        p.repetition_penalty,
+        p.frequency_penalty,
+        p.presence_penalty,
     )
-    edits = row.all_edits()
+    edits = row.edits or TextEdits.of(p, row.tokens, row.num_prompt, row.eos_ids, row.bad_words)
     if edits.any:
-        law.point_to(tables := edits.tables(row.tokens))
+        law.point_to(tables := edits.at(row.tokens).tables(row.tokens))
         kept.append(tables)
         law.ends_from = edits.ends_from
     return law

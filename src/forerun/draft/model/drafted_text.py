@@ -19,6 +19,7 @@ from forerun.device import Download
 from forerun.draft.base import Budget
 from forerun.models.chains import Chains, IdMap, Start
 from forerun.models.runner import Read
+from forerun.sampling.draws import Draws
 
 
 @dataclass(slots=True)
@@ -139,3 +140,9 @@ def number_guesses(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains,
 
         for start in starts:
             texts[start.seq_id].pending = partial(guesses, start.row, chains.num_read.get(start.seq_id, 0))
+
+
+def starts_of(draws: Draws, granted: Mapping[int, Budget]) -> list[Start]:
+    """The chains of these sequences, within their budgets."""
+    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
+    return [Start(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]

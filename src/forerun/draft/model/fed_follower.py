@@ -15,9 +15,8 @@ from typing import ClassVar
 import torch
 
 from forerun.draft.base import NO_DRAFT, Committed
-from forerun.draft.model.drafted_text import DraftRow
+from forerun.draft.model.drafted_text import DraftRow, starts_of
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS, Follower
-from forerun.draft.model.grower import starts_of
 from forerun.draft.model.unread_states import ShownText
 from forerun.models.chains import Chains, ParallelHeads, Start, UnreadTexts
 from forerun.models.runner import Read

@@ -21,8 +21,8 @@ from forerun.annotations import Float
 from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses
-from forerun.draft.model.grower import LevelReader, grow, starts_of, unseen_chains
+from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses, starts_of
+from forerun.draft.model.grower import LevelReader, grow, unseen_chains
 from forerun.draft.model.unread_states import UnreadStates
 from forerun.models.chains import Chains, IdMap, Start, joined
 from forerun.models.decoder import States

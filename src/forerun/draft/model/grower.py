@@ -23,7 +23,7 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.device import upload, upload_tensor
 from forerun.draft.base import NO_DRAFT, Budget, Draft
-from forerun.draft.model.drafted_text import DraftedText
+from forerun.draft.model.drafted_text import DraftedText, starts_of
 from forerun.draft.model.tree_shape import GrowingTree, Ranks
 from forerun.models.chains import Chains, IdMap, Start
 from forerun.models.runner import DeviceTokens, Read
@@ -177,12 +177,6 @@ class LevelReader:
             drafted = self.sequences[self.seq_ids[place.row]]
             self.numbers[place.row, place.node] = drafted.add(parent, token)
         return logits
-
-
-def starts_of(draws: Draws, granted: Mapping[int, Budget]) -> list[Start]:
-    """The chains of these sequences, within their budgets."""
-    rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-    return [Start(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]
 
 
 ReadUnseen = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # the logits; None: no room
