@@ -33,7 +33,6 @@ from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters
 from forerun.models.runner import Read
 from forerun.models.widen import LayerOrigin, Wider, cached_widened, widen
-from forerun.options import ModelOptions
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import DATA, SMALL, TARGET
 from kit.command import command, refusal
@@ -537,13 +536,13 @@ def test_whatever_shows_a_number_says_widened(wide_pair: tuple[Path, Path]) -> N
         assert widened in model
         assert config.widened in drafter
     llm = LLM(str(target), f"model:{draft}", max_model_len=64)
-    label = label_of_widened(llm, ModelOptions(str(target), f"model:{draft}"))
+    label = label_of_widened(llm)
     assert llm.name in label
     assert llm.draft_name == f"model:{config.widened}"
     assert llm.draft_name in label
     assert "widened" in llm.name
     plain = TARGET
-    assert label_of_widened(LLM(str(plain), "ngram", max_model_len=64), ModelOptions(str(plain), "ngram")) == ""
+    assert label_of_widened(LLM(str(plain), "ngram", max_model_len=64)) == ""
 
 
 def test_nested_drafters_are_named_too(wide_pair: tuple[Path, Path]) -> None:
