@@ -18,7 +18,7 @@ import jaxtyping
 with patch.object(random, "getrandbits", random.Random(0).getrandbits):  # with this it chooses an item of a collection
     from beartype import beartype
 
-FIRST = 4  # calls of a function in each test that are all checked
+FIRST = 2  # calls of a function in each test that are all checked
 EVERY = 61  # of the later calls one in so many: a prime, so that no pattern of calls hides one of its kinds for long
 
 ENDS_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction

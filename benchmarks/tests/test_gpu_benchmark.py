@@ -123,6 +123,7 @@ def test_a_dry_run_measures_kernels_and_passes_and_its_section_goes_into_the_res
     assert capsys.readouterr().out == text + "\n"
 
 
+@pytest.mark.full
 def test_rounds_whose_guesses_the_host_sees_wait_once_more_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, waits = {}, {}
     with imagined(monkeypatch) as seen, torch.inference_mode():

@@ -98,6 +98,7 @@ class Estimating:
         return tokens / taken_s
 
 
+@pytest.mark.short("chances0-1.0", "chances3-0.6")
 @pytest.mark.parametrize("told", [1.0, 0.6])
 @pytest.mark.parametrize("chances", [(0.05, 0.5, 0.9), (0.1, 0.1, 0.1, 0.95), (0.7,), (0.3, 0.6)])
 def test_each_round_is_drafted_as_far_as_its_own_guesses_pay(chances: Sequence[float], told: float) -> None:
