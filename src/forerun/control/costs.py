@@ -193,7 +193,7 @@ class CostTable:
                 fits = 1 / CHANGED < taken_s * before / (expected_s * self.level.factor) < CHANGED
                 curve.begin_again(self.level.num_jumps, size if fits else None)
         self.num_rounds += 1
-        curve.record(size, taken_s / self.level.factor, self.num_rounds)
+        curve.record(size, damped(taken_s / self.level.factor, curve.expect(size)), self.num_rounds)
         return taken_s / expected_s if expected_s else 1.0
 
     def record_reading(self, kind: Kind, num_rows: int, num_tokens: int, taken_s: float) -> None:
