@@ -17,12 +17,11 @@ from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
-OF_MEAN = 0.25  # of how far single rounds are off: so far is what a size takes, the mean of 16 of them
+ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
 Choice = Sequence[Assignment | None]  # for every row
-RowGuess = tuple[float, int, int, DraftOption]  # minus its chance, depth, row, option
 
 
 @dataclass(slots=True)
@@ -43,12 +42,12 @@ class Planned:
 
         The best of many noisy estimates is too high; that of plain decoding is not, so it counts as a little better.
         """
-        return self.tokens_per_s * (1.0 if any(self.choice) else 1 + favor(scatter))
+        return self.tokens_per_s * (1.0 if any(self.choice) else 1 + favor(len(self.choice), scatter))
 
 
-def favor(scatter: float) -> float:
-    """By how much drafting must be better than plain decoding, where single rounds are off by `scatter`."""
-    return max(FAVOR, OF_MEAN * scatter)
+def favor(num_rows: int, scatter: float) -> float:
+    """By how much drafting must be better than plain decoding, where rounds are off by `scatter`."""
+    return max(FAVOR, scatter if num_rows > 1 else ALONE * scatter)
 
 
 @dataclass(slots=True)
@@ -60,6 +59,7 @@ class Drafts:
     depths: list[int]
     num_tokens: float | int  # in that pass
     gain: float
+    plain_s: float = 0.0  # of that pass without guesses, when it is known
     steps: dict[int, float] = field(default_factory=dict)  # guesses that a member draws, one behind the other
     num_rows: dict[int, int] = field(default_factory=dict)
     num_unread: dict[int, int] = field(default_factory=dict)
@@ -67,7 +67,8 @@ class Drafts:
     def deepen(self, row: int, option: DraftOption, depth: int, gain: float) -> None:
         """Draft a row so far, which adds so many accepted guesses."""
         before, self.depths[row] = self.depths[row], depth
-        self.num_tokens += option.num_made(depth) - option.num_made(before)
+        is_whole_chain = not option.made and option.budget.nodes == option.budget.depth
+        self.num_tokens += depth - before if is_whole_chain else option.num_made(depth) - option.num_made(before)
         self.gain += gain
         for member in option.members:
             self.steps[member] = max(self.steps.get(member, 0), option.num_drawn(depth) if option.made else depth)
@@ -83,8 +84,13 @@ class Drafts:
         return taken_s
 
     def round_s(self) -> float:
-        """Seconds that the round takes."""
-        return self.costs.expect(self.num_tokens) + self.drafting_s()
+        """Seconds that the round takes. No pass takes less than one without guesses.
+
+        Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
+        """
+        if not self.plain_s:
+            self.plain_s = self.costs.expect(len(self.depths))
+        return max(self.costs.expect(self.num_tokens), self.plain_s) + self.drafting_s()
 
     def whole_s(self) -> float:
         """Seconds of the round with all that members have to read first, which serves later rounds too."""
@@ -112,13 +118,14 @@ def tokens_of(choice: Choice) -> float:
     return float(len(choice)) + sum(each.gain for each in choice if each is not None)
 
 
-def best_of(options: Options, among: Set[int]) -> DraftOption | None:
-    """The option with the most gain by these drafters, the first of several; None if there is none.
+def best_of(options: Options, among: Set[int], merging: bool) -> DraftOption | None:
+    """The option with the most gain among those that these members can draft, the first of several; None if none.
 
     A row that must be drafted has an option in every set.
     """
-    inside = [option for drafter, option in options.items() if drafter in among]
-    forced = [option for option in options.values() if not option.free]
+    possible = [option for option in options.values() if merging or len(option.members) == 1]
+    inside = [option for option in possible if option.members <= among]
+    forced = [option for option in possible or options.values() if not option.free]
     return max(inside or forced, key=lambda option: option.gain, default=None)
 
 
@@ -127,7 +134,7 @@ def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
     if assigned is None:
         return [NO_DRAFT]
     members = assigned.option.members
-    single = best_of(options, members) if len(members) > 1 else None
+    single = best_of(options, members, merging=False) if len(members) > 1 else None
     smaller = [Assignment(single, min(assigned.depth, single.budget.depth))] if single else []
     return [each.budget for each in (assigned, *smaller)]
 
@@ -183,39 +190,33 @@ class Weighing:
     load: Load
 
     def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
-        """The best plans with no drafter, each alone, all but the last, which may be the merged one, and all."""
-        drafters = sorted({drafter for options in rows for drafter in options})
-        sets = (set[int](), *({drafter} for drafter in drafters), {*drafters[:-1]}, {*drafters})
-        ways = ([best_of(options, among) for options in rows] for among in sets)
-        return map(self.deepest, {tuple(map(id, chosen)): chosen for chosen in ways}.values())
+        """The best plans with no member, with each alone, and with all, which are merged or not."""
+        members = sorted({member for options in rows for option in options.values() for member in option.members})
+        looked_at = set[tuple[int, ...]]()
+        for among in (set[int](), *({member} for member in members), set(members)):
+            for merging in (False, True) if len(among) > 1 else (False,):
+                chosen = [best_of(options, among, merging) for options in rows]
+                key = tuple(map(id, chosen))
+                if key not in looked_at:
+                    looked_at.add(key)
+                    yield self.deepest(chosen)
 
     def deepest(self, chosen: Sequence[DraftOption | None]) -> Planned:
-        """How far each row should be drafted if it is drafted by this option.
-
-        Guesses are added the likeliest first. Where that leaves rows out, all first guesses are tried before all second
-        ones, since a step of a drafter serves all rows.
-        """
-        guesses: list[RowGuess] = [
-            (-chance, depth, row, option)
-            for row, option in enumerate(chosen)
-            if option is not None and option.free
-            for depth, chance in enumerate(option.survival, 1)
-        ]
-        planned = self.along(chosen, sorted(guesses, key=lambda guess: guess[:3]))
-        if len(chosen) > 1 and any(option and not each for option, each in zip(chosen, planned.choice, strict=True)):
-            by_depth = self.along(chosen, sorted(guesses, key=lambda guess: (guess[1], guess[0], guess[2])))
-            planned = max(planned, by_depth, key=lambda each: each.tokens_per_s)
-        return planned
-
-    def along(self, chosen: Sequence[DraftOption | None], guesses: Sequence[RowGuess]) -> Planned:
-        """The best plan on the way from no guess of free rows to all of these."""
+        """How far each row should be drafted if it is drafted by this option."""
+        if not any(chosen):
+            return Planned(
+                [None] * len(chosen), len(chosen) / max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
+            )
         drafts = self.drafts([option for option in chosen if option], len(chosen))
+        guesses: list[tuple[float, int, int, DraftOption]] = []
         for row, option in enumerate(chosen):
-            if option is not None and not option.free:
+            if option is not None and option.free:
+                guesses += [(-chance, depth, row, option) for depth, chance in enumerate(option.survival, 1)]
+            elif option is not None:
                 drafts.deepen(row, option, option.budget.depth, option.gain)
         best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(guesses) // FINE)
         rest = -sum(guess[0] for guess in guesses)
-        for number, (chance, depth, row, option) in enumerate(guesses, 1):
+        for number, (chance, depth, row, option) in enumerate(sorted(guesses, key=lambda guess: guess[:3]), 1):
             drafts.deepen(row, option, depth, -chance)
             rest += chance
             if number <= FINE or number % step == 0 or number == len(guesses):
@@ -246,9 +247,9 @@ class Weighing:
     def rule(self, drafter: MeasuredDrafter, deepest: int) -> DepthRule:
         """How far a lone row pays by the estimates of a lone drafter; `deepest` is the most that is looked at."""
         prices = self.prices(1)
-        drafted_s = [prices.expect(1 + depth) + drafter.cost_s(depth, 1) for depth in range(1, 1 + deepest)]
-        round_s = [max(NO_TIME_S, taken_s) for taken_s in (prices.expect(1), *drafted_s)]
-        return DepthRule(round_s, favor(self.costs.level.scatter))
+        plain_s = max(NO_TIME_S, prices.expect(1))
+        drafted_s = [max(plain_s, prices.expect(1 + d)) + drafter.cost_s(d, 1) for d in range(1, 1 + deepest)]
+        return DepthRule([plain_s, *drafted_s], favor(1, self.costs.level.scatter))
 
     def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
         """The kind of the round in which rows are drafted by these options."""
