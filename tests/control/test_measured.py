@@ -540,3 +540,20 @@ def test_at_a_depth_that_is_known_a_single_long_draft_is_not_believed() -> None:
     for taken_s in (1e-3, 1e-3, 3e-3):
         record.time(4, [0], taken_s)
     assert record.cost_s(4, 1) == pytest.approx(1e-3)
+
+
+def test_rounds_that_draft_in_less_than_planning_takes_alone_make_no_drafter_dear() -> None:
+    """Where rounds of eight rows took less than was known of planning, drafts of two seemed to take 40 s afterwards."""
+    drafters = known([""])
+
+    def drafted(rows: int, draft_s: float, times: int) -> None:
+        option = MeasuredDrafter().option(0, Budget(4), None, {0: 0}, True, ())
+        for _ in range(times):
+            drafters.time([(option, 4)] * rows, Outcome([], 0, draft_s, 0.004), planning_s=3e-4)
+
+    for rows in (1, 2, 8):
+        drafted(rows, 5e-4, 4)
+    drafted(8, 2.9e-4, 12)
+    drafted(2, 5e-4, 3)
+    drafted(8, 5e-4, 12)
+    assert all(drafters.all[0].cost_s(4, rows) < 1e-3 for rows in (1, 2, 8))

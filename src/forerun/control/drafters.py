@@ -28,6 +28,7 @@ OLD_WEIGHT = 8.0  # guesses at each depth that counts of a calibration weigh as,
 UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
 MODEST = 2.0  # accepted guesses for an estimated one that is unlikely, from which counting starts
 NO_MINIMUM = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
+LEAST_DRAFTING = 0.25  # of the time of planning and drafting, that drafters took
 SLOWLY = 0.99  # what counts of earlier rounds in that comparison
 
 
@@ -316,10 +317,11 @@ class MeasuredDrafters:
     def time(self, rows: Sequence[tuple[DraftOption, int]], outcome: Outcome, planning_s: float) -> None:
         """Learn what drafting rows by these options took, in so many steps each.
 
-        Finding out that nothing should be drafted takes `planning_s`.
+        Finding out that nothing should be drafted takes `planning_s`. In rounds that draft it may take less, so that next to
+        nothing would be left for drafters, which would look like a change of the machine: they have a share at least.
         """
         active = {member for option, _ in rows for member in option.members}
-        drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s)
+        drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s, LEAST_DRAFTING * outcome.draft_s)
         joining_s = max(0.0, drafting_s - sum(outcome.drafter_s)) / max(1, len(active))  # of a mix, beside its members
         for drafter, each_s in enumerate(outcome.drafter_s or [drafting_s]):
             taken_s = each_s + joining_s if outcome.drafter_s else each_s
