@@ -317,8 +317,8 @@ class MeasuredDrafters:
     def time(self, rows: Sequence[tuple[DraftOption, int]], outcome: Outcome, planning_s: float) -> None:
         """Learn what drafting rows by these options took, in so many steps each.
 
-        Finding out that nothing should be drafted takes `planning_s`. Rounds that draft may take less; if next to nothing
-        were left for drafters, that would look like a change of the machine, so they have a share at least.
+        Finding out that nothing should be drafted takes `planning_s`. Rounds that draft may take less; if nothing were
+        left for drafters, that would look like a change of the machine, so they have a share at least.
         """
         active = {member for option, _ in rows for member in option.members}
         drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s, LEAST_DRAFTING * outcome.draft_s)
