@@ -18,6 +18,7 @@ from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
+MORE = (1, 2, 4, 8, 16)  # tokens more in a pass, by which it is judged what one of them takes at least
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
@@ -243,6 +244,14 @@ class Weighing:
     def prices(self, num_rows: int, options: Sequence[DraftOption] = ()) -> RowPassCosts:
         """What passes of so many rows take, some of which are drafted by these options."""
         return self.costs.of_rows(self.kind(num_rows, options), num_rows if self.load.reads else None)
+
+    def least_survival(self) -> float:
+        """The survival below which no draft token pays: less than passes over more tokens take at least for each."""
+        num_rows = len(self.load.seq_ids)
+        prices = self.prices(num_rows)
+        plain_s = max(NO_TIME_S, prices.expect(num_rows))
+        each_s = min((prices.expect(num_rows + num_more) - plain_s) / num_more for num_more in MORE)
+        return max(0.0, min(1.0, each_s * num_rows / plain_s))
 
     def rule(self, drafter: MeasuredDrafter, deepest: int) -> DepthRule:
         """How far a lone row pays by the estimates of a lone drafter; `deepest` is the most that is looked at."""

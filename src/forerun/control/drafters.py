@@ -259,17 +259,18 @@ class MeasuredDrafters:
                 learned.retry.patience, learned.retry.hopeful = LONGEST, False
 
     def options(
-        self, i: int, seq_id: int, speculation: Speculation, room: int, outlook: Outlook
+        self, i: int, seq_id: int, speculation: Speculation, room: int, outlook: Outlook, least: float
     ) -> dict[int, DraftOption]:
         """All options of the i-th row of an outlook, by drafter; the merged one where more than one member has any.
 
         A request that names a drafter has no other. Else chains of a mix are as long as pays, at most as asked for.
+        Where the depth is automatic, a drafter that estimates less than the survival `least` has no option.
         """
         by_drafter: dict[int, DraftOption] = {}
         for drafter, member in enumerate(outlook.drafters.values() if outlook.drafters else [outlook]):
             learned, limit, survival = self.all[drafter], member.limit[i], None
             if limit and member.estimate is not None:
-                survival = member.estimate(i)
+                survival = member.estimate(i, least / learned.trust if speculation.auto else 0.0)
                 limit = min(limit, len(survival)) if len(survival) < AUTO_DEPTH else limit
             budget = Budget.of(speculation, min(room, limit))
             if budget.depth == 0:

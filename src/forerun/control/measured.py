@@ -84,9 +84,11 @@ class MeasuredDepth:
             self.hold(load)
             return fitting(load.seq_ids, self.taken.fallbacks if self.taken.rule is None else self.ruled(load), spare)
         self.load = load
-        rows = self.options(load, outlook)
+        least = 0.0 if any(record.retry.due for record in self.drafters.all) else self.weighing.least_survival()
+        rows = self.options(load, outlook, least)
         planned = self.plan(rows)
-        if self.trials.tried is None and any(option.free for options in rows for option in options.values()):
+        hidden = least > 0 and any(each.auto and limit for each, limit in zip(load.speculations, outlook.limit, strict=True))
+        if self.trials.tried is None and (hidden or any(option.free for options in rows for option in options.values())):
             self.advise(drafting=any(planned.choice))
         lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
         num_held = 0 if lasting or self.advice.off else HOLD
@@ -115,11 +117,13 @@ class MeasuredDepth:
                 message = "Drafting is off for now, since it does not pay: %s at best. It is tried now and then."
                 log.warning(message, best)
 
-    def options(self, load: Load, outlook: Outlook) -> Sequence[Options]:
-        """The options of all rows."""
+    def options(self, load: Load, outlook: Outlook, least: float = 0.0) -> Sequence[Options]:
+        """The options of all rows whose draft tokens survive with a probability of at least `least`, by estimates."""
         asked = enumerate(zip(load.seq_ids, load.speculations, load.rooms, strict=True))
-        rows = [self.drafters.options(i, seq_id, each, room, outlook) for i, (seq_id, each, room) in asked]
+        rows = [self.drafters.options(i, seq_id, each, room, outlook, least) for i, (seq_id, each, room) in asked]
         self.possible = frozenset(drafter for options in rows for drafter in options)
+        if least and any(outlook.limit):  # drafters without an option may have one where less survives
+            self.possible = frozenset(range(len(self.drafters.all)))
         self.drafters.cover(rows)
         return rows
 
@@ -240,7 +244,8 @@ class MeasuredDepth:
         costs = not self.load.reads
         if costs and self.trials.plain.due and any(option.free for options in rows for option in options.values()):
             return NOTHING
-        due = next((drafter for drafter in sorted(self.possible) if self.drafters.all[drafter].retry.due), None)
+        offered = {drafter for options in rows for drafter in options}
+        due = next((drafter for drafter in sorted(offered) if self.drafters.all[drafter].retry.due), None)
         return OTHER_DEPTH if costs and due is None and self.trials.other_depth.due and best.under_way else due
 
     def on_trial(self, best: Choice, rows: Sequence[Options], drafter: int) -> Choice:

@@ -146,16 +146,17 @@ class Draft:
 class Outlook:
     """A drafter's estimates before a round, without tensor work: host numbers, one per requested sequence.
 
-    `estimate(i)` gives, for the best draft of the i-th sequence, the probability that its first 1, 2, ... tokens would
-    all be accepted; a list of fewer than `AUTO_DEPTH` says that there are no more. It is called only where drafters or
-    rows are compared, since it may take long; None for a drafter that has no estimates. A mix adds the outlook of each
+    `estimate(i, least)` gives, for the best draft of the i-th sequence, the probability that its first 1, 2, ... tokens
+    would all be accepted; a list of fewer than `AUTO_DEPTH` says that there are no more. Probabilities below `least` may
+    be left out: such tokens would not be drafted. It is called only where drafters or rows are compared, since it may
+    take long; `estimate` is None for a drafter that has no estimates. A mix adds the outlook of each
     member, by name and in order; MERGED is not among them. For members whose drafts were merged in the last round,
     `came_true` has for each row how many of their tokens were judged and how many were right, along one path.
     """
 
     unread: Sequence[int]  # committed tokens it would have to read first
     limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
-    estimate: Callable[[int], Sequence[float]] | None = None
+    estimate: Callable[[int, float], Sequence[float]] | None = None
     drafters: Mapping[str, Outlook] = field(default_factory=dict)
     came_true: Sequence[tuple[int, int]] = ()
     ends_early: bool = False  # whether its chains end at a minimum survival, so that it need not estimate before

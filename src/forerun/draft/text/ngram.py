@@ -169,7 +169,7 @@ class NgramDrafter:
         histories = [self.histories.get(seq_id) for seq_id in seq_ids]
         matches = [None if h is None or h.root is None else self.match(h, [h.root]) for h in histories]
 
-        def estimate(i: int) -> Sequence[float]:
+        def estimate(i: int, _least: float) -> Sequence[float]:
             history, match = histories[i], matches[i]
             if history is None or match is None:
                 return ()

@@ -39,7 +39,6 @@ TableOffers = Callable[[tuple[int, ...]], Mapping[int, float]]
 # What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in the past and in its text; and as many
 # of these tokens as a table may ask for.
 Contexts = tuple[Places, Places, tuple[int, ...]]
-LIKELIEST = Budget(AUTO_DEPTH)  # what is estimated
 
 
 @dataclass(slots=True)
@@ -47,7 +46,7 @@ class SuffixSequence:
     """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
 
     `tenant` is None, and the past is not used, until the tenant is known. `likeliest` is the chain that was estimated,
-    until the text grows.
+    down to the survival `least`, until the text grows.
     """
 
     tree: SuffixTree
@@ -55,6 +54,7 @@ class SuffixSequence:
     tenant: str | None = None
     num_prompt: int = 0
     likeliest: HostTree | None = None
+    least: float = LEAST
 
 
 class SuffixDrafter:
@@ -100,7 +100,8 @@ class SuffixDrafter:
     def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree:
         known = growing.likeliest
         if known is not None and not tail and budget.width == 1:
-            return shortened(known, budget)
+            if max(LEAST, budget.min_survival) >= growing.least or min(budget.depth, budget.nodes) < len(known.tokens):
+                return shortened(known, budget)
         tree, past = growing.tree, self.remembered(growing, tail)
         steps: list[Insertion] = []
         for token in tail:
@@ -125,14 +126,15 @@ class SuffixDrafter:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """Never unread; any depth."""
         limit = [sys.maxsize if seq_id in self.sequences else 0 for seq_id in seq_ids]
-        return Outlook([0] * len(seq_ids), limit, lambda i: self.estimate(seq_ids[i]), ends_early=True)
+        return Outlook([0] * len(seq_ids), limit, lambda i, least: self.estimate(seq_ids[i], least), ends_early=True)
 
-    def estimate(self, seq_id: int) -> Sequence[float]:
-        """The survival of each guess of the likeliest chain, which is kept for `propose`."""
+    def estimate(self, seq_id: int, least: float = 0.0) -> Sequence[float]:
+        """The survival of each token of the likeliest chain, as far as it is at least `least`; kept for `propose`."""
         growing = self.sequences.get(seq_id)
         if growing is None:
             return ()
-        growing.likeliest = self.guess(growing, LIKELIEST)
+        growing.likeliest, growing.least = None, min(1.0, max(LEAST, least))
+        growing.likeliest = self.guess(growing, Budget(AUTO_DEPTH, min_survival=growing.least))
         return growing.likeliest.survival[1:]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
