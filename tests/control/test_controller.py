@@ -59,7 +59,7 @@ def test_slots_are_those_a_tail_takes() -> None:
 def test_what_a_drafter_says_of_each_guess_counts_and_a_bad_calibration_is_soon_made_up_for() -> None:
     """It promised much of sample texts and little came true; then eight guesses do."""
     drafters = MeasuredDrafters([MeasuredDrafter(promised=100.0, accepted=10.0)], [""])
-    told = Outlook([0], [3], lambda i: [0.5, 0.4, 0.2])
+    told = Outlook([0], [3], lambda i, least: [0.5, 0.4, 0.2])
     wish = Speculation(16, auto=True)
     assert drafters.options(0, 0, wish, 99, told)[0].promised == [0.5, 0.4, 0.2]
     assert drafters.all[0].trust < 0.2

@@ -78,7 +78,7 @@ class Estimating:
             chance = dice.choice(self.chances)
             told = [self.told * each for each in self.survival(self.always or chance)]
 
-            def estimate(_row: int, told: Sequence[float] = told) -> Sequence[float]:
+            def estimate(_row: int, _least: float, told: Sequence[float] = told) -> Sequence[float]:
                 self.num_estimates += 1
                 return told
 

@@ -1,11 +1,14 @@
 """The measured depth against all choices there are, and in simulated rounds against the best fixed choice."""
 
 import itertools
+import operator
 import random
 import statistics
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, estimates, rounds, share_of_best
 from forerun.accept.outcome import Outcome, RowOutcome
@@ -22,7 +25,7 @@ from forerun.control.drafters import (
 )
 from forerun.control.measured import MeasuredDepth
 from forerun.control.trials import HOLD, LONGEST, NOTHING, OTHER_DEPTH, RETRY, TRIES, RetryTimer, Trials
-from forerun.draft.base import MERGED, Budget, Outlook
+from forerun.draft.base import MERGED, NO_DRAFT, Budget, Outlook
 
 
 def used() -> RetryTimer:
@@ -62,6 +65,59 @@ def budgets(controller: MeasuredDepth, wishes: Sequence[Speculation], outlook: O
     batch = range(len(wishes))
     spare = Spare(dict.fromkeys(batch, AMPLE), AMPLE, 16)
     return controller.budgets(Load(batch, wishes, [AMPLE] * len(wishes), 0), outlook, spare)
+
+
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6, unique=True)
+SURVIVAL = st.lists(st.floats(0.05, 1.0), min_size=0, max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 6), SIZES, st.data(), st.floats(0.0, 1.0))
+def test_nothing_is_drafted_where_all_that_survives_is_below_the_least_survival(
+    num_rows: int, sizes: list[int], data: st.DataObject, level_s: float
+) -> None:
+    """For any costs that grow with size: what drafters need not estimate would not be drafted if they did."""
+    controller = MeasuredDepth(drafters=known([""]), trials=Trials(used()))
+    taken_s = sorted(data.draw(st.lists(st.floats(1, 50), min_size=len(sizes), max_size=len(sizes))))
+    for size, each_s in zip(sorted(sizes), taken_s, strict=True):
+        controller.costs.record(Kind.of(num_rows), size, each_s)
+    controller.drafters.all[0].time(4, [0] * num_rows, level_s)
+    controller.load = Load(range(num_rows), [AUTO_WISH] * num_rows, [AMPLE] * num_rows, 0)
+    least = controller.weighing.least_survival()
+    assert 0 <= least <= 1
+    drawn = data.draw(st.lists(SURVIVAL, min_size=num_rows, max_size=num_rows))
+    survival = [[least * each for each in itertools.accumulate(row, operator.mul)] for row in drawn]
+    outlook = Outlook([0] * num_rows, [AMPLE] * num_rows, lambda i, _least: survival[i])
+    plain, *others = controller.weighing.plans(controller.options(controller.load, outlook))
+    assert least == 0 or all(other.tokens_per_s <= plain.tokens_per_s * (1 + 1e-9) for other in others)
+
+
+def test_several_rows_ask_for_estimates_that_can_pay_and_trials_for_all() -> None:
+    """Eight rows whose draft tokens each cost an eighth of a pass, as on a processor at the limit of arithmetic."""
+    controller, asked = MeasuredDepth(drafters=known([""]), trials=Trials(used())), list[float]()
+    for size in (8, 16, 32):
+        controller.costs.record(Kind.of(8), size, size * 1e-3)
+    load = Load(range(8), [AUTO_WISH] * 8, [AMPLE] * 8, 0)
+
+    def estimate(_row: int, least: float) -> Sequence[float]:
+        asked.append(least)
+        return [0.9] * (least < 0.9)
+
+    outlook = Outlook([0] * 8, [AMPLE] * 8, estimate, ends_early=True)
+    for _ in range(4 * RETRY):
+        asked.clear()
+        budgets: Sequence[Budget] = [NO_DRAFT] * 8
+        skipped = controller.skips(load)
+        if not skipped:
+            budgets = controller.budgets(load, outlook, Spare(dict.fromkeys(range(8), AMPLE), AMPLE, 16))
+            tried = controller.trials.tried == 0
+            assert asked == [0.0 if tried else pytest.approx(1.0)] * 8
+            assert any(budget.depth for budget in budgets) == tried
+            if tried:
+                return
+        rows = [RowOutcome(row, budget.depth, budget.depth, 0, 1) for row, budget in enumerate(budgets)]
+        controller.record(Outcome(rows, 0, 1e-4, sum(1 + budget.depth for budget in budgets) * 1e-3))
+    raise AssertionError("the drafter was never tried again")
 
 
 @pytest.mark.short("1*", "2*", "5", "7", "9")

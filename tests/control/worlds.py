@@ -20,9 +20,14 @@ Run = tuple[int, int]
 NO_RUN: Run = (0, 0)
 
 
-def estimates(chances: Sequence[float]) -> Callable[[int], Sequence[float]]:
-    """What a drafter says whose guesses for each sequence are right by such a chance, depth by depth the same."""
-    return lambda i: [chances[i] ** depth for depth in range(1, AUTO_DEPTH + 1)]
+def estimates(chances: Sequence[float]) -> Callable[[int, float], Sequence[float]]:
+    """The estimates of a drafter whose draft tokens are accepted with such a probability at every depth."""
+
+    def estimate(i: int, least: float) -> Sequence[float]:
+        survival = [chances[i] ** depth for depth in range(1, AUTO_DEPTH + 1)]
+        return [each for each in survival if each >= least]
+
+    return estimate
 
 
 @dataclass

@@ -176,7 +176,7 @@ class Noted:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([len(self.guesses)] * len(seq_ids), [self.guesses[0]] * len(seq_ids), self.estimate)
 
-    def estimate(self, i: int) -> Sequence[float]:
+    def estimate(self, i: int, _least: float) -> Sequence[float]:
         return [0.5]
 
     def forget(self, seq_ids: Sequence[int]) -> None:

@@ -91,7 +91,7 @@ def test_it_expects_what_matches_of_a_length_have_given(
     chances = [rate(own, n, belief) for n, belief in zip(along, beliefs, strict=True)]
     estimate = drafter.outlook([5]).estimate
     assert estimate is not None
-    assert estimate(0) == pytest.approx([math.prod(chances[: i + 1]) for i in range(len(chances))])
+    assert estimate(0, 0.0) == pytest.approx([math.prod(chances[: i + 1]) for i in range(len(chances))])
     alone = [rate(own, n, BELIEF) for n in along]
     survival = [math.prod(alone[: i + 1]) for i in range(depth)] if last else []
     for price in (1e-9, 0.2):

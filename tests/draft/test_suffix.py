@@ -16,7 +16,7 @@ from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import AUTO_DEPTH
 from forerun.draft.base import Budget, Draft
 from forerun.draft.text.ngram_table import NgramTable, write_ngrams
-from forerun.draft.text.suffix import LEAST, LIKELIEST, WEIGHTS, SuffixDrafter
+from forerun.draft.text.suffix import LEAST, WEIGHTS, SuffixDrafter
 from forerun.draft.text.suffix_past import Past
 from forerun.draft.text.suffix_tree import LEAST_SHARE, Leaf, Node
 from forerun.tree import survival_of
@@ -139,19 +139,20 @@ def test_it_guesses_what_the_oracle_guesses(
 
 
 @settings(max_examples=60, deadline=None)
-@given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.booleans())
-def test_the_estimate_is_what_the_likeliest_chain_brings_and_shorter_drafts_are_its_beginning(
-    table: NgramTable, text: list[int], past: list[list[int]], depth: int, budget: Budget, seed: int, with_table: bool
-) -> None:
+@given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.booleans(), st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.2]))
+def test_the_estimate_is_the_likeliest_chain_down_to_a_survival_and_drafts_do_not_depend_on_it(
+    table: NgramTable, text: list[int], past: list[list[int]], depth: int, budget: Budget, seed: int, with_table: bool,
+    least: float,
+) -> None:  # fmt: skip
     known = table if with_table else None
     drafter, row = drafter_of(past, depth, "a", known), Row(5, text, "a")
     with unchecked():
         for piece in chunked([row], seed):
             drafter.observe(piece)
-        expected = list(oracle(text, past, LIKELIEST, depth, known).values())
+        expected = [s for s in oracle(text, past, Budget(AUTO_DEPTH), depth, known).values() if s >= min(1.0, least)]
         outlook = drafter.outlook([5, 6])
         assert outlook.estimate is not None
-        assert [outlook.estimate(i) for i in range(2)] == [expected, ()]
+        assert [outlook.estimate(i, least) for i in range(2)] == [expected, ()]
         assert (outlook.unread, outlook.limit) == ([0, 0], [sys.maxsize, 0])
         (one,) = guesses(drafter.propose(draws_of([row], VOCAB), [budget]))
         assert list(one.items()) == list(oracle(text, past, budget, depth, known).items())

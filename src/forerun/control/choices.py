@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from forerun.config import AUTO_DEPTH
 from forerun.control.controller import Load
 from forerun.control.costs import CostTable, Kind, RowPassCosts
 from forerun.control.drafters import BEHIND, NO_MINIMUM, Assignment, DraftOption, MeasuredDrafter, MeasuredDrafters
@@ -18,7 +19,6 @@ from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
 ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
-MORE = (1, 2, 4, 8, 16)  # tokens more in a pass, by which it is judged what one of them takes at least
 FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
@@ -246,11 +246,16 @@ class Weighing:
         return self.costs.of_rows(self.kind(num_rows, options), num_rows if self.load.reads else None)
 
     def least_survival(self) -> float:
-        """The survival below which no draft token pays: less than passes over more tokens take at least for each."""
+        """The survival below which draft tokens cannot save time, whatever their number: passes cost more for each.
+
+        Between sizes that were seen the cost is linear, so its average for a token is least at one of them, or at the
+        largest draft.
+        """
         num_rows = len(self.load.seq_ids)
         prices = self.prices(num_rows)
         plain_s = max(NO_TIME_S, prices.expect(num_rows))
-        each_s = min((prices.expect(num_rows + num_more) - plain_s) / num_more for num_more in MORE)
+        sizes = [size for size in prices.curve.seen if size > num_rows] + [num_rows * (1 + AUTO_DEPTH)]
+        each_s = min((prices.expect(size) - plain_s) / (size - num_rows) for size in sizes)
         return max(0.0, min(1.0, each_s * num_rows / plain_s))
 
     def rule(self, drafter: MeasuredDrafter, deepest: int) -> DepthRule:

@@ -259,7 +259,7 @@ class MeasuredDrafters:
                 learned.retry.patience, learned.retry.hopeful = LONGEST, False
 
     def options(
-        self, i: int, seq_id: int, speculation: Speculation, room: int, outlook: Outlook, least: float
+        self, i: int, seq_id: int, speculation: Speculation, room: int, outlook: Outlook, least: float = 0.0
     ) -> dict[int, DraftOption]:
         """All options of the i-th row of an outlook, by drafter; the merged one where more than one member has any.
 

@@ -84,11 +84,12 @@ class MeasuredDepth:
             self.hold(load)
             return fitting(load.seq_ids, self.taken.fallbacks if self.taken.rule is None else self.ruled(load), spare)
         self.load = load
-        least = 0.0 if any(record.retry.due for record in self.drafters.all) else self.weighing.least_survival()
+        due = any(record.retry.due for record in self.drafters.all)
+        least = 0.0 if due or len(load.seq_ids) == 1 else self.weighing.least_survival()
         rows = self.options(load, outlook, least)
         planned = self.plan(rows)
-        hidden = least > 0 and any(each.auto and limit for each, limit in zip(load.speculations, outlook.limit, strict=True))
-        if self.trials.tried is None and (hidden or any(option.free for options in rows for option in options.values())):
+        free = any(option.free for row in rows for option in row.values()) or (least > 0 and bool(self.possible))
+        if self.trials.tried is None and free:
             self.advise(drafting=any(planned.choice))
         lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
         num_held = 0 if lasting or self.advice.off else HOLD
@@ -114,8 +115,8 @@ class MeasuredDepth:
             elif best is not None and best.depth:
                 self.advice.off = False  # it would pay, but for these rows, which may be at their ends
             else:
-                message = "Drafting is off for now, since it does not pay: %s at best. It is tried now and then."
-                log.warning(message, best)
+                expected = f": {best} at best" if best is not None else ": no draft token is likely enough"
+                log.warning("Drafting is off for now, since it does not pay%s. It is tried now and then.", expected)
 
     def options(self, load: Load, outlook: Outlook, least: float = 0.0) -> Sequence[Options]:
         """The options of all rows whose draft tokens survive with a probability of at least `least`, by estimates."""
