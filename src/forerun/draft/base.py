@@ -147,11 +147,11 @@ class Outlook:
     """A drafter's estimates before a round, without tensor work: host numbers, one per requested sequence.
 
     `estimate(i, least)` gives, for the best draft of the i-th sequence, the probability that its first 1, 2, ... tokens
-    would all be accepted; a list of fewer than `AUTO_DEPTH` says that there are no more. Probabilities below `least` may
-    be left out: such tokens would not be drafted. It is called only where drafters or rows are compared, since it may
-    take long; `estimate` is None for a drafter that has no estimates. A mix adds the outlook of each
-    member, by name and in order; MERGED is not among them. For members whose drafts were merged in the last round,
-    `came_true` has for each row how many of their tokens were judged and how many were right, along one path.
+    would all be accepted; a list of fewer than `AUTO_DEPTH` says that there are no more. It may leave out those below
+    `least`, which would not be drafted. It is called only where drafters or rows are compared, since it may take long;
+    `estimate` is None for a drafter that has no estimates. A mix adds the outlook of each member, by name and in order;
+    MERGED is not among them. For members whose drafts were merged in the last round, `came_true` has for each row how
+    many of their tokens were judged and how many were right, along one path.
     """
 
     unread: Sequence[int]  # committed tokens it would have to read first

@@ -98,10 +98,11 @@ class SuffixDrafter:
         return Draft(DraftTree.of_hosts(trees, width), survival_of(trees) if priced else None)
 
     def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree:
-        known = growing.likeliest
-        if known is not None and not tail and budget.width == 1:
-            if max(LEAST, budget.min_survival) >= growing.least or min(budget.depth, budget.nodes) < len(known.tokens):
-                return shortened(known, budget)
+        known = None if tail or budget.width > 1 else growing.likeliest
+        if known is not None and (
+            max(LEAST, budget.min_survival) >= growing.least or min(budget.depth, budget.nodes) < len(known.tokens)
+        ):
+            return shortened(known, budget)
         tree, past = growing.tree, self.remembered(growing, tail)
         steps: list[Insertion] = []
         for token in tail:
