@@ -1,8 +1,8 @@
-"""Costs: how many seconds passes and drafts take by their size, as they were seen to take.
+"""Costs: the measured seconds of passes and drafts, by size.
 
-One table holds the target's passes, by tokens, and one for each drafter its drafts, by depth. This file decides which
-rounds are timed together, what sizes cost that were not seen, and what a round that took much longer or shorter than
-expected says of all others.
+One table holds the target's passes, by number of tokens; each drafter has one for its drafts, by depth. This file
+decides which rounds are timed together, how costs are interpolated between measured sizes, and when a run of unusually
+long or short rounds means that the whole machine has become slower or faster.
 """
 
 from __future__ import annotations
@@ -15,31 +15,30 @@ from typing import NamedTuple
 
 from forerun.economy import NO_TIME_S, damped
 
-LATEST = 32  # rounds of a size that count
-KNOWN = 4  # rounds of a size behind which one that took much longer no longer matters
-LONG = 64  # rounds behind which what was seen of a size is old, or a change, or waiting for a round without prompts
-CHANGED = 1.5  # times more, or less, that a round takes which is odd
-CLEAR = 5  # odd rounds in a row that are a change; 3 are chance where one in five is odd, as on a busy machine
-SHARE = 0.05  # of a round, in what is known of how far rounds are off, and of how many rows a drafter has guesses for
-SHORT_BITS = 11  # texts of fewer than 2,048 tokens together are timed together; then each doubling for itself
+LATEST = 32  # measurements of a size that are kept
+KNOWN = 4  # measurements after which a size is trusted over its neighbours
+LONG = 64  # rounds after which a measurement is old, and for which trials wait for a round without prefill
+CHANGED = 1.5  # a round is odd if it took this many times longer or shorter than expected
+CLEAR = 5  # odd rounds in a row that mean a change; 3 happen by chance where one in five is odd, as on a busy machine
+SHARE = 0.05  # weight of a new round in moving averages
+SHORT_BITS = 11  # sequences of less than 2,048 tokens in total are timed together; beyond, each doubling separately
 
 
 @dataclass(slots=True)
 class Level:
-    """How much longer everything takes now than at first: it changes at once, where many rounds in a row were odd.
+    """How many times longer everything takes now than at first. It changes at once, after CLEAR odd rounds in a row.
 
-    What changes more slowly, or by less, sizes learn by themselves: a level that followed single rounds would drift
-    where these are skewed. `scatter` is by how much single rounds are off: 0.1 where most take a tenth more or less
-    than is usual.
+    Slower and smaller changes are learned by the curves: a level that followed single rounds would drift, since their
+    times are skewed. `scatter` is the typical relative deviation of a round from its expected time.
     """
 
     factor: float = 1.0
     scatter: float = 0.0
     recent: list[float] = field(default_factory=list)
-    num_jumps: int = 0  # times that it changed
+    num_jumps: int = 0  # how often the factor changed
 
     def record(self, surprise: float) -> bool:
-        """Learn from what was taken over what was expected at this level; whether it changes."""
+        """Learn from a round's time over its expected time (`surprise`). Returns whether the level changes."""
         self.recent = [*self.recent[1 - CLEAR :], surprise * self.factor]
         ratios = [each / self.factor for each in self.recent]
         if len(ratios) == CLEAR and (min(ratios) > CHANGED or max(ratios) < 1 / CHANGED):
@@ -53,23 +52,23 @@ class Level:
 
 @dataclass(slots=True)
 class Curve:
-    """Seconds by size at the usual level, for rounds of one kind.
+    """Seconds by size, at level 1, for rounds of one kind: linear between the measured sizes, and beyond them.
 
-    Smaller sizes never take more than larger ones: where they seem to, they were seen in a busier moment. Between sizes
-    that were seen, and beyond them, lines go on. When the level changes, a new curve begins. Where one size alone was
-    seen, all cost the same if the curve is `flat`; else they cost in proportion.
+    The curve never falls: a small size that seems to take more than a larger one was measured in a busier moment. A
+    change of the level starts the curve again. With one measured size, all sizes cost the same if the curve is `flat`,
+    and otherwise they cost in proportion to their size.
     """
 
     flat: bool = True
-    seen: dict[int, list[float]] = field(default_factory=dict)  # what each size took of late
-    last: dict[int, int] = field(default_factory=dict)  # the round in which it was seen
-    num_jumps: int = 0  # of the level, when this curve began
-    usual_s: dict[int, float] = field(default_factory=dict)  # of what was seen of a size, when it is known
-    sizes: list[int] = field(default_factory=list)  # the knots, made when they are needed
-    values: list[float] = field(default_factory=list)
+    seen: dict[int, list[float]] = field(default_factory=dict)  # recent measurements of each size
+    last: dict[int, int] = field(default_factory=dict)  # the round in which each size was last measured
+    num_jumps: int = 0  # `Level.num_jumps` when this curve began
+    usual_s: dict[int, float] = field(default_factory=dict)  # `usual` of `seen`, where it has been computed
+    sizes: list[int] = field(default_factory=list)  # measured sizes in order; empty until `fit`
+    values: list[float] = field(default_factory=list)  # their seconds
 
     def record(self, size: int, at_level_s: float, now: int = 0) -> None:
-        """Add what a size took, `now` by count of rounds. What is old counts as one round, if it is like this one."""
+        """Add a measurement, made in round `now`. Old ones count as one measurement, or not at all if they differ."""
         known = self.seen.get(size, [])
         if known and now - self.last.get(size, 0) > LONG:
             known = [usual(known)] if 1 / CHANGED < at_level_s / usual(known) < CHANGED else []
@@ -78,12 +77,12 @@ class Curve:
         self.usual_s[size], self.sizes = usual(self.seen[size]), []
 
     def begin_again(self, num_jumps: int, size: int | None = None) -> None:
-        """The level has changed by what `size` took: it alone is known at the new one, by rounds before the change."""
+        """Forget all measurements, as the level has changed; those of `size` from before the change are kept."""
         self.seen = {each: known for each, seen in self.seen.items() if each == size and (known := seen[: 1 - CLEAR])}
         self.num_jumps, self.usual_s, self.sizes = num_jumps, {}, []
 
     def fit(self) -> None:
-        """Find the sizes and values between which lines go; what was seen KNOWN times stands against what was not."""
+        """Compute `sizes` and `values`, made monotone; sizes with KNOWN measurements prevail over those with fewer."""
         sizes = sorted(self.seen)
         self.usual_s |= {size: usual(self.seen[size]) for size in sizes if size not in self.usual_s}
         values = [self.usual_s[size] for size in sizes]
@@ -101,7 +100,7 @@ class Curve:
         self.sizes = sizes  # last, since an interrupt may come in between
 
     def expect(self, size: float | int) -> float:
-        """Seconds for a size, or for so much on average; 0 as long as nothing was seen."""
+        """Seconds for a size, which may be an average; 0 without measurements."""
         if not self.sizes:
             if not self.seen:
                 return 0.0
@@ -132,7 +131,7 @@ def usual(seconds: Sequence[float]) -> float:
 
 
 class Kind(NamedTuple):
-    """Rounds that are timed together: about as many rows, texts about as long together, merged trees or not."""
+    """Rounds that are timed together: of similar batch size and total context, with merged trees or without."""
 
     rows: int
     context: int
@@ -140,21 +139,20 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, num_context: int = 0, merged: bool = False) -> Kind:
-        """That of a round of so many rows, whose texts have so many tokens together."""
+        """The kind of a round with `num_rows` sequences, whose texts have `num_context` tokens in total."""
         return cls(num_rows.bit_length(), max(0, num_context.bit_length() - SHORT_BITS), merged)
 
     def distance(self, other: Kind) -> tuple[bool, int]:
-        """How unlike they are."""
+        """A key that sorts other kinds by similarity to this one."""
         return self.merged != other.merged, abs(self.rows - other.rows) + abs(self.context - other.context)
 
 
 @dataclass(slots=True)
 class CostTable:
-    """Seconds by kind of round and by size, all at one level.
+    """Seconds by kind of round and by size, with one level for all.
 
-    A kind that was not seen yet is taken to cost what the most similar one does, and begins there. For passes,
-    `prompt_s` is what a token of a prompt takes beside what the pass would take without, at the usual level; 0 if none
-    was seen.
+    A kind without measurements is assumed to cost the same as the most similar one, and starts from its values. For
+    passes, `prompt_s` is the additional time per prefilled token at level 1; 0 if unknown.
     """
 
     flat: bool = True
@@ -164,25 +162,25 @@ class CostTable:
     num_rounds: int = 0
 
     def of(self, kind: Kind) -> Curve:
-        """The curve of this kind, or else of the most similar one; an empty one as long as nothing was seen."""
+        """The curve of this kind, or else of the most similar one; an empty one without measurements."""
         known = self.kinds.get(kind)
         if known is None and self.kinds:
             known = self.kinds[min(self.kinds, key=lambda other: (kind.distance(other), other))]
         return known or Curve(self.flat)
 
     def new(self, kind: Kind) -> Curve:
-        """A curve for this kind, in which all that is known of the most similar one counts as seen once."""
+        """A new curve for this kind, which starts with one measurement for each size of the most similar kind."""
         like = self.of(kind)
         known = {size: [like.expect(size)] for size in like.seen}
         self.kinds[kind] = Curve(self.flat, known, {**like.last}, like.num_jumps)
         return self.kinds[kind]
 
     def expect(self, kind: Kind, size: float | int) -> float:
-        """Seconds for a size now."""
+        """Seconds for a size, at the present level."""
         return self.level.factor * self.of(kind).expect(size)
 
     def record(self, kind: Kind, size: int, taken_s: float) -> float:
-        """Learn from a round: how many times as long as was expected it took; 1.0 where nothing was expected."""
+        """Learn from a round. Returns its time over the expected time, or 1.0 if there was no expectation."""
         curve, size = self.kinds.get(kind) or self.new(kind), size_class(size)
         if curve.num_jumps != self.level.num_jumps:
             curve.begin_again(self.level.num_jumps)
@@ -197,24 +195,24 @@ class CostTable:
         return taken_s / expected_s if expected_s else 1.0
 
     def record_reading(self, kind: Kind, num_rows: int, num_tokens: int, taken_s: float) -> None:
-        """Learn from a round that read prompts: of its tokens, all but one for each row are counted as theirs."""
+        """Learn `prompt_s` from a round with prefill; all its tokens but one per sequence count as prefilled."""
         more_s = taken_s / self.level.factor - self.of(kind).expect(num_rows)
         each_s = max(0.0, more_s) / (num_tokens - num_rows)
         self.prompt_s += (damped(each_s, self.prompt_s) - self.prompt_s) / (8 if self.prompt_s else 1)
 
     def of_rows(self, kind: Kind, num_beside_prompts: int | None = None) -> RowPassCosts:
-        """What rows and guesses are taken to cost in rounds of this kind; `num_beside_prompts` rows with prompts."""
+        """Pass costs for rounds of this kind; `num_beside_prompts` is the batch size of a round that also prefills."""
         curve = self.of(kind)
         num_free = max(curve.seen, default=0) if num_beside_prompts is None else num_beside_prompts
         return RowPassCosts(curve, self.level.factor, self.prompt_s, num_free)
 
 
 class RowPassCosts(NamedTuple):
-    """Seconds of a round's pass without the prompts that it may read, by the tokens of its texts and guesses.
+    """Seconds of a pass by its number of roots and draft tokens, without the time of prompts in the same pass.
 
-    A pass over many tokens is limited by arithmetic: there a guess takes what every token of a prompt does. So each
-    token above `num_free` counts as that much at least: beside prompts all guesses, elsewhere what is more than the
-    largest pass that was seen.
+    A pass over many tokens is limited by arithmetic, where a draft token costs as much as a prefilled token (`token_s`).
+    So each token above `num_free` costs at least that: next to prompts every draft token, otherwise those above the
+    largest measured pass.
     """
 
     curve: Curve
@@ -223,7 +221,7 @@ class RowPassCosts(NamedTuple):
     num_free: int
 
     def expect(self, num_tokens: float | int) -> float:
-        """Seconds with so many tokens, or so many on average."""
+        """Seconds for a number of tokens, which may be an average."""
         expected_s = self.curve.expect(num_tokens)
         if num_tokens > self.num_free:
             free_s = self.curve.expect(self.num_free) + self.token_s * (num_tokens - self.num_free)
@@ -232,6 +230,6 @@ class RowPassCosts(NamedTuple):
 
 
 def size_class(size: int) -> int:
-    """Sizes that are corrected together: each of the small ones by itself, larger ones by eighths of their octave."""
+    """The size rounded down to its class: every size below 16 is one, then there are eight per doubling."""
     shift = max(0, size.bit_length() - 4)
     return size >> shift << shift

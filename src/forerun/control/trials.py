@@ -1,7 +1,7 @@
-"""Trials: when plain decoding, another depth, or a drafter that is not in use is tried again, and what hastens that.
+"""Trials: when to try plain decoding, another depth, or an unused drafter again, since its measurements may be outdated.
 
-This file counts rounds, and says when drafting counts as given up. `measured.py` says what trials cost and what came of
-them, and draws up their rounds.
+This file counts rounds since the last use of each alternative. `measured.py` computes what a trial costs, from which the
+interval to the next one follows, and makes the plan of a trial's round.
 """
 
 from __future__ import annotations
@@ -12,78 +12,79 @@ from dataclasses import dataclass, field
 from forerun.accept.outcome import Outcome
 from forerun.control.costs import LONG
 
-TRIES = 6  # rounds in which every drafter is tried at first
-RETRY = 24  # rounds out of use after which one is tried again
-SHORTEST, LONGEST = 6, 256  # rounds behind a trial, by what it cost
-AGAIN = 2  # rounds in which it is tried again where something has changed
-MANY_ROWS = 3  # that count for a round each
-SOON = 2  # rounds behind a trial that went well
-FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # guesses of a row for which a drafter is tried: at first, and later
-NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: to draft nothing; what is drafted, half or twice as deep
-HOLD = 8  # rounds for which a plan is held, and plans in a row that draft nothing, or something: so it is now
-WINDOW = 512  # guesses of a draft model
-FEW = 0.01  # of them
-TEXTS = 4  # from which they must be: one text may repeat itself
+TRIES = 6  # rounds for which every drafter is tried at first
+RETRY = 24  # unused rounds after which a drafter is tried again, before the cost of its trials is known
+SHORTEST, LONGEST = 6, 256  # bounds of the rounds between trials, which otherwise follow from their cost
+AGAIN = 2  # rounds for which an alternative is tried again after a change
+MANY_ROWS = 3  # most sequences of a round that count as tries of their own
+SOON = 2  # unused rounds after a trial that went better than expected
+FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # depth of a trial: of a new drafter, and of a known one
+NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: plain decoding; half or twice the chosen depth
+HOLD = 8  # rounds for which a plan is kept, and plans in a row after which the log reports drafting as on or off
+WINDOW = 512  # draft tokens of a draft model, after which it is judged
+FEW = 0.01  # acceptance rate below which it probably does not belong to the target
+TEXTS = 4  # sequences that these draft tokens must come from: one text may repeat itself
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class RetryTimer:
-    """When something was last in use, and when it is due for a trial."""
+    """Counts the rounds in which an alternative was used, and those since; from these follows when its trial is due."""
 
-    num_rounds: int = 0  # in use; with many rows a round counts as several
-    num_idle: int = 0  # rounds since it was last in use, in which it could have been
-    patience: int = RETRY
-    hopeful: bool = False  # the next trial is soon
+    num_rounds: int = 0  # in use; a round of several sequences counts as up to MANY_ROWS
+    num_idle: int = 0  # rounds since the last use in which it could have been used
+    patience: int = RETRY  # idle rounds until the next trial
+    hopeful: bool = False  # the last trial went better than expected, so the next one is soon
 
     @property
     def new(self) -> bool:
-        """Whether it was not yet used often enough to be known."""
+        """Whether it was used too seldom for its measurements to count."""
         return self.num_rounds < TRIES
 
     @property
     def due(self) -> bool:
-        """Whether it should be tried."""
+        """Whether it should be tried now."""
         return self.new or self.num_idle >= (SOON if self.hopeful else self.patience)
 
     def wake(self) -> None:
-        """Something has changed: it is tried again as if it were new, in fewer rounds."""
+        """Treat it as nearly new, since something has changed: it is tried again for AGAIN rounds."""
         self.patience = min(RETRY, self.patience)
         self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
 
     def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
-        """Learn from a round in which it drafted so many rows.
+        """Learn from a round in which it was used for `num_rows` sequences, perhaps 0.
 
-        Behind a trial the next one waits for `patience`, twice that unless it was `hopeful`: better than thought.
+        If that was a trial, `patience` is the number of rounds that its cost demands until the next one, else None. It
+        is doubled unless the trial was `hopeful`.
         """
         if num_rows == 0:
             self.num_idle += 1
             return
         self.num_rounds, self.num_idle = self.num_rounds + min(num_rows, MANY_ROWS), 0
-        longest = RETRY if self.hopeful else LONGEST  # one bad trial behind good ones does not settle it
+        longest = RETRY if self.hopeful else LONGEST  # one bad trial after good ones is not final
         self.patience = RETRY if patience is None else min(max(SHORTEST, patience) * (1 if hopeful else 2), longest)
         self.hopeful = hopeful
 
 
 @dataclass(slots=True)
 class Trials:
-    """When plain decoding and another depth are tried again, and what is on trial in the last round."""
+    """The timers of plain decoding and of other depths, and what was on trial in the last round."""
 
     plain: RetryTimer = field(default_factory=RetryTimer)
     other_depth: RetryTimer = field(default_factory=lambda: RetryTimer(num_rounds=TRIES))
-    deeper: bool = False  # whether the last depth that was tried was twice what is drafted, not half of it
-    num_reading: int = 0  # rounds in a row that read prompts
-    tried: int | None = None  # a drafter, NOTHING or OTHER_DEPTH
-    patience: int = 0  # rounds that the next trial of that has to wait
-    awake: int = LONG  # rounds since something changed
+    deeper: bool = False  # whether the last trial of another depth doubled the depth instead of halving it
+    num_reading: int = 0  # rounds in a row with prefill
+    tried: int | None = None  # on trial in the last round: a drafter's index, NOTHING, OTHER_DEPTH or None
+    patience: int = 0  # rounds until the next trial of it, from its cost
+    awake: int = LONG  # rounds since the last change
 
     def begin(self) -> None:
-        """Behind a calibration nothing needs a first trial."""
+        """Start after a calibration, which replaces the first trials."""
         self.plain, self.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
 
     def wake(self) -> bool:
-        """Something has changed: try plain decoding soon. False where that was done a short while ago."""
+        """Try plain decoding soon, since something has changed. Returns False, and does nothing, shortly after a change."""
         if self.awake < LONG:
             return False
         self.awake = 0
@@ -91,7 +92,7 @@ class Trials:
         return True
 
     def count(self, drafted: bool, cheap: bool) -> None:
-        """Learn from a round in which something was `drafted`, or nothing; `cheap`: its pass took less than thought."""
+        """Learn from a round, in which something was `drafted` or not; `cheap`: its pass took less than expected."""
         self.awake += 1
         deeper, plain = self.tried == OTHER_DEPTH, self.tried == NOTHING
         self.other_depth.count(int(deeper), self.patience if deeper else None, cheap and deeper)
@@ -100,21 +101,21 @@ class Trials:
 
 @dataclass(slots=True)
 class Advice:
-    """What the log was told last, and what has been seen since.
+    """What was logged last, and what has been counted since.
 
-    It is told when drafting counts as given up, because it costs more than it gives, and when a draft model looks as if
-    something were wrong with it.
+    The log reports when drafting is paused because it would cost more time than it saves, when it resumes, and when
+    the acceptance rate of a draft model suggests that it is the wrong model.
     """
 
-    off: bool = False
-    num_otherwise: int = 0  # plans in a row that were not as `off` says
+    off: bool = False  # whether drafting was last reported as paused
+    num_otherwise: int = 0  # plans in a row that contradict `off`
     num_offered: int = 0
     num_accepted: int = 0
     texts: set[int] = field(default_factory=set)
     suspected: bool = False
 
     def planned(self, drafting: bool) -> bool:
-        """Note a plan of rows that could be drafted; whether that they are, or are not, is new."""
+        """Count a plan for sequences that could be drafted. Returns whether `off` has changed, after HOLD such plans."""
         self.num_otherwise = self.num_otherwise + 1 if drafting == self.off else 0
         if self.num_otherwise < HOLD:
             return False
@@ -122,7 +123,7 @@ class Advice:
         return True
 
     def suspect(self, outcome: Outcome) -> None:
-        """Count the guesses of a draft model, and say so where all or hardly any of very many were accepted."""
+        """Count the draft tokens of a draft model, and warn if all or hardly any of WINDOW tokens were accepted."""
         if self.suspected or not outcome.draft_pass_s:
             return
         for row in outcome.rows:
@@ -135,10 +136,10 @@ class Advice:
         every, few = self.num_accepted == self.num_offered, self.num_accepted <= FEW * self.num_offered
         self.suspected = every or few
         if every:
-            message = "All %d guesses of the draft model were accepted. Is it the target itself? A smaller model would "
-            log.warning(message + "draft faster.", self.num_offered)
+            message = "All %d draft tokens of the draft model were accepted. Is it the target itself? A smaller model "
+            log.warning(message + "would draft faster.", self.num_offered)
         elif few:
-            message = "Of %d guesses of the draft model %d were accepted. It probably has the wrong weights, or the "
-            message += "prompts have a chat template that it was not trained with."
+            message = "Of %d draft tokens of the draft model %d were accepted. It probably has the wrong weights, or the "
+            message += "prompts use a chat template that it was not trained with."
             log.warning(message, self.num_offered, self.num_accepted)
         self.num_offered, self.num_accepted, self.texts = 0, 0, set()
