@@ -1,9 +1,9 @@
-"""The economy of drafting: what guesses give, what they cost, and how many of them pay.
+"""The economy of drafting: expected tokens and seconds by draft depth, and the depth with the least time per token.
 
-With a_j = P(guess j accepted | those before it were), a round of k guesses gives G(k) = 1 + sum over j <= k of
-a_1 ... a_j tokens; where it takes C(k) seconds, a token costs C(k) / G(k), and the depth with the least is the best.
-Acceptance and costs are what was seen, the latest counting most. The engine's controller decides by this how far to
-draft, a mix which of its drafters to ask, and a cascade how long the drafts of its lower members should be.
+With the acceptance rates a_j = P(draft token j accepted | those before it were), a round of depth k yields
+G(k) = 1 + sum over j <= k of a_1 ... a_j tokens. If it takes C(k) seconds, the best depth minimises C(k) / G(k). Rates
+and costs are measured, with more weight on recent rounds. The controller uses this module to choose depths, a mix to
+choose among its drafters, and a cascade to choose the depths of its lower members.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 MOST = 16  # depths at which acceptance is counted
-FADING = 0.97  # what counts of the past after each round: some 30 rounds do
-BELIEF, WEIGHT = 0.7, 2.0  # acceptance as long as nothing is known, and how many guesses that counts as
-OTHERS_WEIGHT = 8.0  # the same where other sequences are known: a few bad guesses do not settle a text
-LEAST_LIKE, MOST_LIKE = 4.0, 1000.0  # guesses that what is known of all sequences counts as for one of them
-LARGEST_UNIT = 1e12
-OUTLIER = 4.0  # times what was expected: a busy machine, not a price
-NO_TIME_S = 1e-9
+FADING = 0.97  # weight of earlier rounds relative to the next one: about 30 rounds count
+BELIEF, WEIGHT = 0.7, 2.0  # acceptance rate assumed at first, and the number of draft tokens that it counts as
+OTHERS_WEIGHT = 8.0  # the same where the rates of other sequences are known: a few rejections do not outweigh those
+LEAST_LIKE, MOST_LIKE = 4.0, 1000.0  # bounds of `likeness`
+LARGEST_UNIT = 1e12  # of `Acceptance.unit`, above which counts are rescaled
+OUTLIER = 4.0  # times longer than expected are limited to this ratio, as they come from a busy machine
+NO_TIME_S = 1e-9  # a time that stands for 0 where it is divided by
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
-    """G(depth): what a round gives, the token behind the accepted guesses among it."""
+    """G(depth): the expected tokens of a round, including the one after the accepted draft tokens."""
     total, reached = 1.0, 1.0
     for chance in acceptance[:depth]:
         reached *= chance
@@ -31,21 +31,21 @@ def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
 
 
 def cost_per_token(depth: int, acceptance: Sequence[float], round_s: Callable[[int], float]) -> float:
-    """Seconds per token where `depth` guesses are judged at a time, in rounds of `round_s(depth)`."""
+    """Seconds per token of rounds with this depth, which take `round_s(depth)`."""
     return round_s(depth) / expected_tokens(acceptance, depth)
 
 
 def best_depth(acceptance: Sequence[float], round_s: Callable[[int], float]) -> int:
-    """The depth whose tokens cost least, the smallest of several; as many guesses at most as `acceptance` knows of."""
+    """The depth with the least seconds per token, the smallest of several; at most `len(acceptance)`."""
     return min(range(len(acceptance) + 1), key=lambda depth: cost_per_token(depth, acceptance, round_s))
 
 
 @dataclass(slots=True)
 class LinearCost:
-    """Seconds by size: the straight line through what was seen, by least squares, the latest counting most.
+    """Seconds by size: a straight line by least squares, with more weight on recent measurements.
 
-    Neither nothing at all nor one more is taken to cost less than nothing. What was seen at one size only is taken to
-    cost the same at others, or, unless `flat`, in proportion.
+    Neither the intercept nor the slope is negative. With measurements of a single size, other sizes cost the same if
+    `flat`, and otherwise in proportion to their size.
     """
 
     flat: bool = True
@@ -56,7 +56,7 @@ class LinearCost:
     products: float = 0.0
 
     def record(self, size: int, taken_s: float) -> None:
-        """Add what a size took."""
+        """Add a measurement."""
         taken_s = damped(taken_s, self.expect(size))
         self.weight = FADING * self.weight + 1
         self.sizes = FADING * self.sizes + size
@@ -65,12 +65,12 @@ class LinearCost:
         self.products = FADING * self.products + size * taken_s
 
     def expect(self, size: float | int) -> float:
-        """Seconds for a size; 0 as long as nothing was seen."""
+        """Seconds for a size; 0 without measurements."""
         first_s, each_s = self.straight()
         return first_s + each_s * size
 
     def straight(self) -> tuple[float, float]:
-        """The line: seconds of nothing, and for each one more."""
+        """The intercept and the slope, in seconds."""
         if self.weight == 0:
             return 0.0, 0.0
         middle, level = self.sizes / self.weight, self.seconds / self.weight
@@ -85,43 +85,42 @@ class LinearCost:
 
 @dataclass(slots=True)
 class Acceptance:
-    """a_j by depth, as counted; the latest rounds count most.
+    """Counts of offered and accepted draft tokens by depth, with more weight on recent rounds.
 
-    What is counted weighs more from round to round instead of all that was counted before weighing less: `unit` is what
-    a guess of now weighs.
+    The weight of new counts (`unit`) grows from round to round, so that old counts need not be scaled down.
     """
 
-    offered: list[float] = field(default_factory=lambda: [0.0] * MOST)  # by depth: guesses that were up for judgement
+    offered: list[float] = field(default_factory=lambda: [0.0] * MOST)  # by depth: draft tokens that were judged
     accepted: list[float] = field(default_factory=lambda: [0.0] * MOST)
     unit: float = 1.0
 
     def rates(self, belief: float = BELIEF, weight: float = WEIGHT) -> list[float]:
-        """a_j for every depth: as counted there, starting from what was counted at all depths together."""
+        """The acceptance rate a_j of every depth; the prior is the rate of all depths together."""
         more = WEIGHT * self.unit
         start = more * self.overall(belief, weight)
         return [(a + start) / (o + more) for a, o in zip(self.accepted, self.offered, strict=True)]
 
     def overall(self, belief: float = BELIEF, weight: float = WEIGHT) -> float:
-        """Of all depths together, starting from a belief that counts as `weight` guesses."""
+        """The acceptance rate of all depths together; the prior rate `belief` counts as `weight` draft tokens."""
         weight *= self.unit
         return (sum(self.accepted) + weight * belief) / (sum(self.offered) + weight)
 
     def of_one(self, all_rates: Sequence[float], weight: float) -> list[float]:
-        """a_j of one sequence, starting from those of all sequences, which count as `weight` guesses at each depth."""
+        """The rates of one sequence; the prior, the rates of all, counts as `weight` draft tokens at each depth."""
         more = weight * self.unit
         pairs = zip(self.accepted, self.offered, all_rates, strict=True)
         return [(a + more * rate) / (o + more) for a, o, rate in pairs]
 
     def limit(self, most: float) -> None:
-        """Let what was counted at any depth weigh no more than so many guesses, since it was long ago."""
+        """Scale old counts down, so that those at any depth weigh at most as much as `most` new draft tokens."""
         share = min(1.0, most * self.unit / max(self.offered)) if any(self.offered) else 1.0
         self.offered = [share * n for n in self.offered]
         self.accepted = [share * n for n in self.accepted]
 
     def count(self, runs: Sequence[tuple[int, int]]) -> None:
-        """A round's guesses and how many of them were accepted, by sequence.
+        """Count a round: for each sequence the numbers of drafted and of accepted tokens.
 
-        A guess counts where all before it were accepted.
+        A draft token counts as offered if all before it were accepted.
         """
         self.unit /= FADING
         for num_guesses, num_accepted in runs:
@@ -136,10 +135,10 @@ class Acceptance:
 
 
 def likeness(apart: Sequence[Acceptance], unknown: float) -> float:
-    """How many guesses of one sequence what is known of all of them is worth, by how much they differ.
+    """How many draft tokens the common rates should count as for one sequence: the more, the less sequences differ.
 
-    The variance between sequences is what is left of that of their shares when chance is taken off (the method of
-    moments for a binomial with a beta prior). `unknown` where there is nothing to compare.
+    The variance between sequences is that of their rates minus the part that chance explains (the method of moments for
+    a binomial with a beta prior). Returns `unknown` if there is nothing to compare.
     """
     if len(apart) < 2:
         return unknown
@@ -156,5 +155,5 @@ def likeness(apart: Sequence[Acceptance], unknown: float) -> float:
 
 
 def damped(taken_s: float, expected_s: float) -> float:
-    """A time, with outliers limited; unchanged where no time was expected."""
+    """A time, limited to OUTLIER times the expected one; unchanged if no time was expected."""
     return min(taken_s, OUTLIER * expected_s) if expected_s > 0 else taken_s

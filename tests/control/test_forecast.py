@@ -78,7 +78,7 @@ def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None
     assert pays.depth > 1
     assert does_not is not None
     assert does_not.depth == 0
-    assert forecast_line([does_not]).startswith("drafting is not expected to pay, by ")
+    assert forecast_line([does_not]).startswith("drafting is not expected to save time, by ")
     played = list(rounds(calibrated(sparse, 1), sparse, 200, 1))
     assert share_of_best(sparse, played) > 0.95
     assert sum(any(budget.depth for budget in budgets) for budgets in played) < 20
@@ -87,10 +87,10 @@ def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None
 def test_it_is_told_in_a_line() -> None:
     """With how many guesses it rests on; where these leave much open, the bounds stand in for the gain."""
     pays, plain = Forecast(1, "", 5, 1.912, 1.8, 2.0, 300), Forecast(32, "", 0, 0.8, 0.7, 0.8, 300)
-    by = "by 300 guesses on built-in sample texts"
-    paying = f"expected of drafting, {by}: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
+    by = "by 300 draft tokens on built-in sample prompts"
+    paying = f"expected speed-up, {by}: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
     assert forecast_line([pays, plain]) == paying
-    useless = f"drafting is not expected to pay, {by}: ×0.97 at batch 1 at best"
+    useless = f"drafting is not expected to save time, {by}: ×0.97 at batch 1 at best"
     assert forecast_line([Forecast(1, "b", 0, 0.97, 0.95, 1.0, 300), plain]) == useless
     assert str(Forecast(1, "", 8, 2.67, 1.02, 3.4, 9)) == "×1.02 to ×3.40 at batch 1 (depth 8)"
 
@@ -125,7 +125,7 @@ def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixt
         for number, world in enumerate((good, bad, good, bad)):
             list(rounds(controller, world, 1200, 1, seed=number))
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert "Drafting is off for now, since it does not pay: ×" in caplog.records[0].getMessage()
+    assert "Drafting is paused, since it would not save time: ×" in caplog.records[0].getMessage()
     assert "at batch 1" in caplog.records[0].getMessage()
 
 

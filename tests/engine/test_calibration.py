@@ -262,7 +262,7 @@ def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> Non
     lines = [record.getMessage() for record in caplog.records if "expected" in record.getMessage()]
     assert len(lines) == 1
     pays = any(each.depth for each in llm.forecasts)
-    assert ("at batch 1" in lines[0]) if pays else ("not expected to pay" in lines[0])
+    assert ("at batch 1" in lines[0]) if pays else ("not expected to save time" in lines[0])
 
 
 @pytest.mark.usefixtures("made_clock")

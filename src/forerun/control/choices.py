@@ -1,6 +1,7 @@
-"""Choices for a round: which option each row is drafted by and how far, and what such a round gives and takes.
+"""Choices for a round: which drafter drafts each sequence, how deep, and the round's expected tokens and seconds.
 
-`measured.py` weighs the choices and takes one, or tries something else; `drafters.py` knows the options that a row has.
+A row is a sequence of the round. `drafters.py` lists the options that a row has; `measured.py` takes the best choice,
+or tries another one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from forerun.control.trials import HOLD
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
-FAVOR = 0.02  # by which drafting must be better than plain decoding to be chosen, on machines whose rounds are even
-ALONE = 0.25  # of how far rounds are off elsewhere: a row's own rounds soon tell, and no others wait for them
-FINE = 16  # guesses that are weighed one by one; many more are weighed by a sixteenth at a time
+FAVOR = 0.02  # least margin by which drafting must be faster than plain decoding to be chosen
+ALONE = 0.25  # share of the scatter of rounds that is the margin for one row: a mistake there is soon noticed
+FINE = 16  # draft tokens that are added one by one; if there are many more, they are added in sixteenths
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
 Choice = Sequence[Assignment | None]  # for every row
@@ -27,46 +28,48 @@ Choice = Sequence[Assignment | None]  # for every row
 
 @dataclass(slots=True)
 class Planned:
-    """The choice for a round, and what it would be worth."""
+    """A choice for a round, and its expected speed."""
 
     choice: Choice
     tokens_per_s: float
 
     @property
     def under_way(self) -> bool:
-        """Whether something is drafted, and nobody has much to read for it first."""
+        """Whether something is drafted, and no drafter has many unread tokens to catch up on first."""
         unread = [num for each in self.choice if each for num in each.option.num_unread.values()]
         return bool(unread) and max(unread) <= BEHIND
 
     def value(self, scatter: float) -> float:
-        """What it is worth beside others, where rounds are off by `scatter`.
+        """The speed by which it is compared with other plans; `scatter` is the relative noise of round times.
 
-        The best of many noisy estimates is too high; that of plain decoding is not, so it counts as a little better.
+        The best of many noisy estimates is biased upwards, but plain decoding is only one, so it gets a bonus.
         """
         return self.tokens_per_s * (1.0 if any(self.choice) else 1 + favor(len(self.choice), scatter))
 
 
 def favor(num_rows: int, scatter: float) -> float:
-    """By how much drafting must be better than plain decoding, where rounds are off by `scatter`."""
+    """The margin by which drafting must be faster than plain decoding, from the relative noise of round times."""
     return max(FAVOR, scatter if num_rows > 1 else ALONE * scatter)
 
 
 @dataclass(slots=True)
 class Drafts:
-    """The drafts of a round that is being planned: how deep each row is, what they give and what they take."""
+    """The drafts of a round that is being planned, with its expected tokens (`gain`) and seconds.
+
+    A member is a drafter of a mix, or the only drafter.
+    """
 
     drafters: MeasuredDrafters
     costs: RowPassCosts  # of the target's pass
-    depths: list[int]
-    num_tokens: float | int  # in that pass
+    depths: list[int]  # by row
+    num_tokens: float | int  # in the target's pass
     gain: float
-    plain_s: float = 0.0  # of that pass without guesses, when it is known
-    steps: dict[int, float] = field(default_factory=dict)  # guesses that a member draws, one behind the other
-    num_rows: dict[int, int] = field(default_factory=dict)
-    num_unread: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, float] = field(default_factory=dict)  # by member: draft tokens that it draws one after the other
+    num_rows: dict[int, int] = field(default_factory=dict)  # by member: rows that it drafts
+    num_unread: dict[int, int] = field(default_factory=dict)  # by member: tokens that it must read first
 
     def deepen(self, row: int, option: DraftOption, depth: int, gain: float) -> None:
-        """Draft a row so far, which adds so many accepted guesses."""
+        """Draft a row to this depth, which adds `gain` expected accepted tokens."""
         before, self.depths[row] = self.depths[row], depth
         is_whole_chain = not option.made and option.budget.nodes == option.budget.depth
         self.num_tokens += depth - before if is_whole_chain else option.num_made(depth) - option.num_made(before)
@@ -78,34 +81,29 @@ class Drafts:
                 self.num_unread[member] = self.num_unread.get(member, 0) + option.num_unread.get(member, 0)
 
     def drafting_s(self) -> float:
-        """Seconds that drafting takes."""
+        """Expected seconds of drafting."""
         taken_s = 0.0
         for member, steps in self.steps.items():
             taken_s += self.drafters.all[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
         return taken_s
 
     def round_s(self) -> float:
-        """Seconds that the round takes. No pass takes less than one without guesses.
-
-        Where a larger one seems to, that is noise, by which even guesses that are always wrong would pay.
-        """
-        if not self.plain_s:
-            self.plain_s = self.costs.expect(len(self.depths))
-        return max(self.costs.expect(self.num_tokens), self.plain_s) + self.drafting_s()
+        """Expected seconds of the round."""
+        return self.costs.expect(self.num_tokens) + self.drafting_s()
 
     def whole_s(self) -> float:
-        """Seconds of the round with all that members have to read first, which serves later rounds too."""
+        """Expected seconds of the round if the unread tokens are charged to it alone, not to BEHIND rounds."""
         reading_s = sum(self.drafters.all[member].reading_s * num for member, num in self.num_unread.items())
         return self.round_s() + (1 - 1 / BEHIND) * reading_s
 
     def tokens_per_s(self) -> float:
-        """Tokens that the round gives, over the time that it takes."""
+        """Expected speed of the round."""
         return self.gain / max(NO_TIME_S, self.round_s())
 
     def guess_s(self) -> float:
-        """What one guess of a row alone takes: its part of drafting, and of what the pass takes for so many tokens.
+        """Seconds per draft token of a lone row, in the draft and in the pass.
 
-        Passes are compared with half as many guesses more and less: a few alone would show little but noise.
+        The pass is compared at half as many draft tokens more and less: smaller differences are mostly noise.
         """
         num_rows = len(self.depths)
         half = max(1.0, (self.num_tokens - num_rows) / 2)
@@ -115,14 +113,14 @@ class Drafts:
 
 
 def tokens_of(choice: Choice) -> float:
-    """What a round of this choice gives."""
+    """Expected tokens of a round with this choice."""
     return float(len(choice)) + sum(each.gain for each in choice if each is not None)
 
 
 def best_of(options: Options, among: Set[int], merging: bool) -> DraftOption | None:
-    """The option with the most gain among those that these members can draft, the first of several; None if none.
+    """The option with the highest gain that needs only the members `among`; None if there is none.
 
-    A row that must be drafted has an option in every set.
+    A row whose request fixes the depth has an option for any set of members.
     """
     possible = [option for option in options.values() if merging or len(option.members) == 1]
     inside = [option for option in possible if option.members <= among]
@@ -131,7 +129,7 @@ def best_of(options: Options, among: Set[int], merging: bool) -> DraftOption | N
 
 
 def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
-    """The budget that was chosen; behind a merged one, which takes the most room, that of its best member."""
+    """The chosen budget; after a merged one, which needs the most cache slots, that of its best member."""
     if assigned is None:
         return [NO_DRAFT]
     members = assigned.option.members
@@ -142,10 +140,9 @@ def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
 
 @dataclass(frozen=True, slots=True)
 class DepthRule:
-    """How far a lone row is drafted in the rounds behind a plan, by what its drafter estimates of each draft.
+    """Chooses the depth of a lone row after drafting it, from the survival that the drafter estimates for this draft.
 
-    `round_s` are the seconds of rounds by depth, from 0 on, none of them 0; drafting has to be better than plain
-    decoding by `favor`.
+    `round_s[d]` are the expected seconds of a round of depth d, all above 0; `favor` is the margin as in `favor`.
     """
 
     round_s: Sequence[float]
@@ -153,12 +150,12 @@ class DepthRule:
 
     @property
     def min_survival(self) -> float:
-        """The survival below which a guess pays at no depth."""
+        """The survival below which a draft token saves no time at any depth."""
         least_s = min(more_s - less_s for less_s, more_s in pairwise(self.round_s))
         return max(NO_MINIMUM, least_s / self.round_s[0])
 
     def depth(self, survival: Sequence[float]) -> int:
-        """The depth that gives most tokens per second, where guesses survive so."""
+        """The depth with the highest expected speed, given the survival by depth."""
         best, depth, gain = (1 + self.favor) / self.round_s[0], 0, 1.0
         for number, (chance, taken_s) in enumerate(zip(survival, self.round_s[1:], strict=False), 1):
             gain += chance
@@ -169,21 +166,21 @@ class DepthRule:
 
 @dataclass(slots=True)
 class TakenPlan:
-    """The plan of the last round, which is held for some more as long as little changes."""
+    """The plan of the last round, which is kept for the next rounds while the sequences stay the same."""
 
     assigned: Mapping[int, Assignment | None] = field(default_factory=dict)  # by sequence
     fallbacks: Sequence[Sequence[Budget]] = ()  # by row: its budget, then smaller ones
-    tokens_per_s: float = 0.0  # that it promised
-    num_held: int = HOLD  # rounds
-    estimated: bool = False  # whether it rests on what drafters said of the guesses of that round
-    rule: DepthRule | None = None  # for a lone row, by what the drafter says in the rounds to come
+    tokens_per_s: float = 0.0  # expected
+    num_held: int = HOLD  # rounds for which it was kept; HOLD: it is not kept
+    estimated: bool = False  # whether it depends on drafters' estimates for that round
+    rule: DepthRule | None = None  # decides the depth of a lone row in the next rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """Finds the choices that are best for a round of this load, by what passes and drafters are known to take and give.
+    """Finds the best choices for a round of this load, from measured costs and acceptance.
 
-    Prompts in the same pass count only in that guesses beside them take more.
+    The time of prompts in the same pass is left out, except that draft tokens cost more next to them.
     """
 
     costs: CostTable
@@ -191,7 +188,7 @@ class Weighing:
     load: Load
 
     def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
-        """The best plans with no member, with each alone, and with all, which are merged or not."""
+        """The best plans without drafting, with each member alone, and with all members, merged or not."""
         members = sorted({member for options in rows for option in options.values() for member in option.members})
         looked_at = set[tuple[int, ...]]()
         for among in (set[int](), *({member} for member in members), set(members)):
@@ -203,7 +200,7 @@ class Weighing:
                     yield self.deepest(chosen)
 
     def deepest(self, chosen: Sequence[DraftOption | None]) -> Planned:
-        """How far each row should be drafted if it is drafted by this option."""
+        """The best depths of rows with these options: draft tokens are added one by one, the likeliest first."""
         if not any(chosen):
             return Planned(
                 [None] * len(chosen), len(chosen) / max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
@@ -225,7 +222,7 @@ class Weighing:
                 if drafts.gain > best * taken_s:
                     best, depths = drafts.gain / taken_s, list(drafts.depths)
                 elif drafts.gain + rest <= best * taken_s:
-                    break  # more guesses take no less time, and give no more than the rest of their chances
+                    break  # more draft tokens take no less time, and add at most `rest` accepted tokens
         pairs = zip(chosen, depths, strict=True)
         return Planned([Assignment(option, depth) if option and depth else None for option, depth in pairs], best)
 
@@ -238,18 +235,18 @@ class Weighing:
         return drafts
 
     def drafts(self, options: Sequence[DraftOption], num_rows: int) -> Drafts:
-        """The drafts of a round of so many rows in which some have these options, before any is drafted."""
+        """The drafts of a round in which some rows have these options, with all depths still 0."""
         return Drafts(self.drafters, self.prices(num_rows, options), [0] * num_rows, num_rows, gain=float(num_rows))
 
     def prices(self, num_rows: int, options: Sequence[DraftOption] = ()) -> RowPassCosts:
-        """What passes of so many rows take, some of which are drafted by these options."""
+        """Pass costs for `num_rows` sequences, some of them drafted by `options`."""
         return self.costs.of_rows(self.kind(num_rows, options), num_rows if self.load.reads else None)
 
     def least_survival(self) -> float:
-        """The survival below which draft tokens cannot save time, whatever their number: passes cost more for each.
+        """The survival below which no number of draft tokens saves time.
 
-        Between sizes that were seen the cost is linear, so its average for a token is least at one of them, or at the
-        largest draft.
+        That is the least average cost of an additional token, over the time per token of plain decoding. Costs are
+        linear between measured sizes, so the least average is at one of these, or at the largest draft.
         """
         num_rows = len(self.load.seq_ids)
         prices = self.prices(num_rows)
@@ -259,12 +256,12 @@ class Weighing:
         return max(0.0, min(1.0, each_s * num_rows / plain_s))
 
     def rule(self, drafter: MeasuredDrafter, deepest: int) -> DepthRule:
-        """How far a lone row pays by the estimates of a lone drafter; `deepest` is the most that is looked at."""
+        """The rule for a lone row that a lone drafter drafts, up to the depth `deepest`."""
         prices = self.prices(1)
-        plain_s = max(NO_TIME_S, prices.expect(1))
-        drafted_s = [max(plain_s, prices.expect(1 + d)) + drafter.cost_s(d, 1) for d in range(1, 1 + deepest)]
-        return DepthRule([plain_s, *drafted_s], favor(1, self.costs.level.scatter))
+        drafting_s = [0.0, *(drafter.cost_s(depth, 1) for depth in range(1, 1 + deepest))]
+        round_s = [max(NO_TIME_S, prices.expect(1 + depth) + each_s) for depth, each_s in enumerate(drafting_s)]
+        return DepthRule(round_s, favor(1, self.costs.level.scatter))
 
     def kind(self, num_rows: int, options: Sequence[DraftOption] = ()) -> Kind:
-        """The kind of the round in which rows are drafted by these options."""
+        """The kind of a round in which rows are drafted by these options."""
         return Kind.of(num_rows, self.load.num_context, merged=any(len(option.members) > 1 for option in options))

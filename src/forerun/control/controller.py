@@ -1,7 +1,7 @@
-"""Controller: how far to draft, per sequence and round.
+"""Controller: the draft budgets of each round, by sequence.
 
-This module decides budgets from what is known before the round's tokens are drawn, and learns from outcomes. It uses
-loads, outlooks, free slots and counts; models and caches are not involved.
+Budgets are decided before the round's tokens are drawn, from the load, the drafter's outlook, the free cache slots and
+the outcomes of earlier rounds; models and caches are not involved.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from forerun.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The round to come: one entry per sequence that will draw tokens.
+    """The next round, with one entry per sequence that samples a token in it.
 
-    `speculations` is what each request asked for; `rooms` the deepest draft that could still be emitted in full;
-    `num_prompt_tokens` are read in the same pass, and `num_context` are in the texts together.
+    `speculations` are the requests' settings; `rooms` the deepest drafts that could still be emitted in full.
+    `num_prompt_tokens` are prefilled in the same pass; `num_context` is the total length of the sequences.
     """
 
     seq_ids: Sequence[int]
@@ -33,48 +33,48 @@ class Load:
 
     @property
     def reads(self) -> bool:
-        """Whether prompts are read in the round."""
+        """Whether the round also prefills prompts."""
         return self.num_prompt_tokens > 0
 
 
 @runtime_checkable
 class Controller(Protocol):
-    """Decides how far drafting pays."""
+    """Decides how deep each sequence is drafted."""
 
     def skips(self, load: Load) -> bool:
-        """Whether nothing will be drafted, whatever the drafter's outlook: it is not asked for one then."""
+        """Whether nothing is drafted in this round, in which case the drafter's outlook is not needed."""
         ...
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
-        """One budget per sequence of the load; together their `slots_of` fit into what the cache has to spare."""
+        """One budget per sequence of the load; the sum of their `slots_of` fits into the free cache slots."""
         ...
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """The part of the draft that is verified.
 
-        It sees the drawn tokens, so a tree that it changes is judged by `follow`, which is exact for any choice: the
-        drafter's law would no longer be the law of what is left.
+        Choosing it after the tokens were drawn changes their distribution. A changed tree is therefore verified without
+        the drafter's law (`q`), which is exact for any choice.
         """
         ...
 
     def record(self, outcome: Outcome) -> None:
-        """Learn from a round."""
+        """Learn from the outcome of a round."""
         ...
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds that the last round would have taken without drafts, if so many rows drew in it; None if unknown."""
+        """Expected seconds of the last round without drafts, for `num_rows` sequences; None if unknown."""
         ...
 
 
 class FixedDepth:
-    """Every request is drafted as far as it wished, within what fits; by all members of a mix, if it names none."""
+    """Drafts every request to its requested depth, if cache slots allow; by the merged mix if it names no member."""
 
     def skips(self, load: Load) -> bool:
-        """Where nobody wishes for anything."""
+        """Whether no request wants drafts."""
         return not any(each.depth for each in load.speculations)
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
-        """The wishes, cut to rooms, the drafter's limits and, the youngest first, the spare room."""
+        """The requested depths, cut to the rooms, the drafter's limits and, the youngest first, the free slots."""
         names = [*outlook.drafters, MERGED] if outlook.drafters else []
         budgets = []
         for each, room, limit in zip(load.speculations, load.rooms, outlook.limit, strict=True):
@@ -86,19 +86,19 @@ class FixedDepth:
         return fitting(load.seq_ids, budgets, spare)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """All of it is verified."""
+        """The whole draft is verified."""
         return draft.tree
 
     def record(self, outcome: Outcome) -> None:
-        """Does nothing: no budget depends on it."""
+        """Nothing is learned."""
 
     def plain_s(self, num_rows: int) -> float | None:
-        """It is not known."""
+        """None: it is not known."""
         return None
 
 
 def fitting(seq_ids: Sequence[int], wanted: Sequence[Sequence[Budget]], spare: Spare) -> list[Budget]:
-    """For every row the first of the budgets that it wants which fits into the spare room, the oldest rows first."""
+    """For every row, the oldest first, the first of its `wanted` budgets that fits into the free cache slots."""
     budgets, num_blocks = [], spare.num_blocks
     for seq_id, options in zip(seq_ids, wanted, strict=True):
         needed = [spare.blocks_for(seq_id, slots_of(budget)) for budget in options]
@@ -109,7 +109,7 @@ def fitting(seq_ids: Sequence[int], wanted: Sequence[Sequence[Budget]], spare: S
 
 
 def slots_of(budget: Budget) -> int:
-    """Cache slots a draft may take beyond its root's: its nodes, and the chain on which a branching path is laid."""
+    """Cache slots that a draft may need beside its root's: for its nodes, and to copy the accepted path of a tree."""
     if budget.depth == 0:
         return 0
     return budget.nodes + (budget.depth + 1 if budget.width > 1 else 0)

@@ -208,9 +208,9 @@ class CostTable:
 
 
 class RowPassCosts(NamedTuple):
-    """Seconds of a pass by its number of roots and draft tokens, without the time of prompts in the same pass.
+    """Seconds of a pass by its number of roots and draft tokens, without prompts that are prefilled in it.
 
-    A pass over many tokens is limited by arithmetic, where a draft token costs as much as a prefilled token (`token_s`).
+    A pass over many tokens is limited by arithmetic; there a draft token costs as much as a prefilled one (`token_s`).
     So each token above `num_free` costs at least that: next to prompts every draft token, otherwise those above the
     largest measured pass.
     """

@@ -1,9 +1,9 @@
-"""Drafters: what is known of each drafter, and the options that a row has in the round to come.
+"""Drafters: the measurements of each drafter, and the options that a row has in the next round.
 
-A drafter here is a member of a mix, the mix's merged tree, or a lone drafter; each is an option of a row. What is known
-comes from earlier rounds: how many guesses were accepted, by depth and by sequence, how many came true of those that a
-member expected, and what drafting cost. Drafters without measurements count as good and free, and those that were not
-used for long are tried again. `measured.py` chooses among the options.
+A drafter is here a member of a mix, the mix's merged tree, or a lone drafter; each is one option of a row. It is
+measured how many draft tokens were accepted, by depth and by sequence, how many of those that the drafter estimated,
+and what drafting costs. A drafter without measurements counts as good and free, so it is tried. `choices.py` chooses
+among the options.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer
 from forerun.draft.base import MERGED, Budget, Outlook
 from forerun.economy import FADING, NO_TIME_S, Acceptance, damped, likeness
 
-WEIGHT = 4.0  # guesses that the belief in what a drafter promises counts as
-ALL_WEIGHT = 24.0  # guesses at each depth that what is known of all rows counts as for one, before rows can be compared
-BEHIND = 16  # unread tokens of a sequence, above which a member's time is that of its text: as many rounds share it
-OLD_WEIGHT = 8.0  # guesses at each depth that counts of a calibration weigh as, and those before a long rest
-UNLIKELY = 0.5  # chances below which estimates are compared with what came of them
-MODEST = 2.0  # accepted guesses for an estimated one that is unlikely, from which counting starts
-NO_MINIMUM = 1e-9  # cuts nothing, and has the drafter tell what it thinks of its guesses
-LEAST_DRAFTING = 0.25  # of the time of planning and drafting, that drafters took
-SLOWLY = 0.99  # what counts of earlier rounds in that comparison
+WEIGHT = 4.0  # draft tokens that the initial trust in a drafter's estimates (1) counts as
+ALL_WEIGHT = 24.0  # draft tokens at each depth that the rates of all rows count as for one, until rows can be compared
+BEHIND = 16  # unread tokens above which the time goes to reading, not drafting; as many rounds share its cost
+OLD_WEIGHT = 8.0  # draft tokens at each depth that counts of a calibration, or from before a long pause, weigh as
+UNLIKELY = 0.5  # acceptance estimates below which `CutOff` compares them with the outcome
+MODEST = 2.0  # initial ratio of accepted to estimated tokens among these
+NO_MINIMUM = 1e-9  # a minimum survival that ends no chain, but makes the drafter return its estimates
+LEAST_DRAFTING = 0.25  # least share of `draft_s` that counts as drafting, the rest as planning
+SLOWLY = 0.99  # weight of earlier rounds in `CutOff`
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOption:
-    """One way to draft a row: by `members`, in the name of the budget's drafter, at most as far as `budget` says.
+    """One way to draft a row: by `members`, with at most the depth of `budget`.
 
-    `survival` is the chance that a guess is accepted, by depth, going by all that is known; `promised` the same going
-    by what the member says, if it `estimated` this round's guesses. `num_unread` is what a member would have to read
-    first. Where the depth is not `free`, the row is drafted as far as the budget says. `made` is how many guesses are
-    expected to be made to go so far, by depth, where a minimum survival ends chains; what survives is counted of all
-    that are planned.
+    `survival` is the expected survival by depth; `promised` the same by the drafter's own estimate, if it `estimated`
+    this round's draft tokens. `num_unread` are the tokens that each member would have to read first. If the depth is
+    not `free`, it is that of the budget. `made`, if a minimum survival ends chains, is the expected number of draft
+    tokens by planned depth; `survival` then refers to the planned depth.
     """
 
     budget: Budget
@@ -54,69 +53,68 @@ class DraftOption:
 
     @property
     def gain(self) -> float:
-        """Guesses that would be accepted."""
+        """Expected number of accepted draft tokens at full depth."""
         return sum(self.survival)
 
     def num_nodes(self, depth: int) -> int:
-        """How many guesses it makes to go so far."""
+        """Number of nodes of a tree of this depth."""
         return -(-self.budget.nodes * depth // self.budget.depth)
 
     def num_made(self, depth: int) -> float | int:
-        """How many of these guesses are expected to be made, before the minimum survival ends the chain."""
+        """Expected number of nodes that are verified: the minimum survival may end the chain before."""
         return self.num_nodes(depth) if not self.made else self.made[depth - 1] if depth else 0.0
 
     def num_drawn(self, depth: int) -> float | int:
-        """How many guesses are expected to be drawn: the last one of a chain that ends early is drawn and not made."""
+        """Expected number of tokens that the drafter draws; the last one of a chain that ends early is not verified."""
         return 1 + self.made[depth - 2] if self.made and depth > 1 else depth
 
     def at_most(self, depth: int) -> Assignment:
-        """This option at this depth, where the row may be drafted so far and is free to; without a minimum survival."""
+        """This option at this depth, if the row is free and may be drafted that deep; without a minimum survival."""
         whole = replace(self, budget=replace(self.budget, min_survival=NO_MINIMUM), made=()) if self.made else self
         return Assignment(whole, min(depth, self.budget.depth) if self.free else self.budget.depth)
 
 
 class Assignment(NamedTuple):
-    """How a row is drafted: by which option, and how far."""
+    """How a row is drafted: its option and depth."""
 
     option: DraftOption
     depth: int
 
     @property
     def gain(self) -> float:
-        """Guesses that are expected to be accepted."""
+        """Expected number of accepted draft tokens."""
         return sum(self.option.survival[: self.depth])
 
     @property
     def budget(self) -> Budget:
-        """What the drafter is told."""
+        """The drafter's budget."""
         full, depth = self.option.budget, self.depth
         if depth == full.depth:
             return full
         return Budget(depth, full.width, self.option.num_nodes(depth), full.drafter, full.min_survival, full.shape)
 
     def steps(self, row: RowOutcome) -> int:
-        """How many guesses were drawn, one that was not made for its low survival among them."""
+        """How many tokens the drafter drew, including one that was dropped for its low survival."""
         return min(self.depth, row.num_drafted + 1) if self.option.made else self.depth
 
     def num_counted(self, row: RowOutcome) -> int:
-        """How many guesses count in what is expected: all that were planned where a minimum ends chains."""
+        """How many tokens the expectation covers: the planned depth if a minimum survival ends chains."""
         return self.depth if self.option.made else row.num_drafted
 
     def num_judged(self, row: RowOutcome) -> int:
-        """How many guesses count as offered, if none more was accepted."""
+        """How many tokens count as offered: the planned depth if a minimum survival ends chains."""
         return self.depth if self.option.made else row.offered
 
 
 @dataclass(slots=True)
 class CutOff:
-    """The survival below which a guess ends its chain, since it would cost more time than it would save.
+    """The survival below which a draft token ends its chain, since it would cost more time than it would save.
 
-    A guess pays where its chance to be accepted, times the tokens per second of rounds as they are, is more than the
-    seconds that a guess takes. A drafter's own estimate stands for the chance, set right by how often guesses that it
-    held unlikely were accepted, so drafters that are too modest lose nothing. Only a row that is drafted alone is cut:
-    a guess more of one row among several costs little, and cuts were measured to lose there. Where guesses are judged
-    by equality any cut is exact; where they are judged by their law, `draft/model/grower.py` sees to it that a cut
-    never looks at the guess that it ends. `made` counts by depth how many of the guesses that were planned were made.
+    A draft token saves time if its survival times the present speed (tokens per second) exceeds its own seconds. The
+    survival is the drafter's estimate, corrected by how often tokens with a low estimate were accepted. Only a lone row
+    is cut: in a batch a draft token more costs little, and cuts were measured to lose there. With verification by
+    equality any cut is exact; with rejection sampling `draft/model/grower.py` ensures that a cut does not depend on the
+    token that it drops. `made` counts, by depth, how many of the planned draft tokens were verified.
     """
 
     min_survival: float = NO_MINIMUM
@@ -126,19 +124,19 @@ class CutOff:
 
     @property
     def modesty(self) -> float:
-        """How many times as often as it estimates guesses are accepted that it holds unlikely."""
+        """Accepted over estimated tokens, among those that the drafter holds unlikely."""
         return (self.accepted + MODEST) / (self.estimated + 1)
 
     def aim(self, tokens_per_s: float, guess_s: float) -> None:
-        """Set the minimum survival by what rounds are worth, and by what a guess takes."""
+        """Set the minimum survival from the present speed and the seconds of a draft token."""
         self.min_survival = min(1.0, max(NO_MINIMUM, tokens_per_s * guess_s / self.modesty))
 
     def num_made(self, depth: int) -> list[float]:
-        """How many guesses are expected to be made to go so far, by depth."""
+        """Expected number of verified draft tokens, by planned depth."""
         return list(accumulate(accumulate(self.made.rates(belief=1.0)[:depth], mul)))
 
     def learn(self, survival: Sequence[float], num_offered: int, num_accepted: int) -> None:
-        """Compare the estimates of a chain's guesses with how many were accepted of those that were judged."""
+        """Compare the estimates for a chain with the outcome, for the tokens that were judged."""
         before = 1.0
         self.estimated, self.accepted = SLOWLY * self.estimated, SLOWLY * self.accepted
         for depth, chance in enumerate(survival[:num_offered]):
@@ -151,33 +149,33 @@ class CutOff:
 
 @dataclass(slots=True)
 class MeasuredDrafter:
-    """The measurements of a drafter. Counts fade with its own rounds, and stay as they are while it is not used."""
+    """The measurements of a drafter. Counts fade with each round in which it is used, and only then."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
-    sampled: Acceptance = field(default_factory=Acceptance)  # by a calibration, in full
-    by_row: dict[int, Acceptance] = field(default_factory=dict)
-    likeness: float = ALL_WEIGHT
-    promised: float = 0.0
-    accepted: float = 0.0
+    sampled: Acceptance = field(default_factory=Acceptance)  # all counts of a calibration
+    by_row: dict[int, Acceptance] = field(default_factory=dict)  # by sequence
+    likeness: float = ALL_WEIGHT  # draft tokens that the rates of all rows count as for one of them
+    promised: float = 0.0  # accepted tokens that its estimates predicted
+    accepted: float = 0.0  # tokens that were accepted of these
     retry: RetryTimer = field(default_factory=RetryTimer)
-    unseen: int = 0  # rounds since guesses of it were last judged, its own or those in merged trees
+    unseen: int = 0  # rounds since draft tokens of it were last judged, alone or in merged trees
     costs: CostTable = field(default_factory=lambda: CostTable(flat=False))  # of drafts, by depth
-    reading_s: float = 0.0  # for a token of unread text
-    covered: float = 1.0  # of the rounds, in how many it has anything to draft
+    reading_s: float = 0.0  # seconds per unread token
+    covered: float = 1.0  # share of rows for which it has draft tokens
     cut_off: CutOff = field(default_factory=CutOff)
 
     @property
     def trust(self) -> float:
-        """How many guesses are accepted for each that it promised."""
+        """Accepted tokens over those that its estimates predicted."""
         return (self.accepted + WEIGHT) / (self.promised + WEIGHT)
 
     @property
     def evidence(self) -> Acceptance:
-        """The counts of late, or as long as they are fewer, those of a calibration."""
+        """The recent counts, or those of a calibration while these are more."""
         return max(self.sampled, self.acceptance, key=lambda counts: sum(counts.offered) / counts.unit)
 
     def chances(self, seq_id: int, depth: int) -> Sequence[float]:
-        """The chance of each depth, by what was accepted before, above all in the same text."""
+        """The expected survival by depth, from earlier acceptance, above all in the same sequence."""
         rates = self.acceptance.rates()
         in_text = self.by_row.get(seq_id)
         return list(accumulate((in_text.of_one(rates, self.likeness) if in_text else rates)[:depth], mul))
@@ -186,7 +184,7 @@ class MeasuredDrafter:
         self, seq_id: int, budget: Budget, estimate: Sequence[float] | None, num_unread: Mapping[int, int],
         free: bool, made: Sequence[float],
     ) -> DraftOption:  # fmt: skip
-        """The option to draft a sequence by this drafter alone; `estimate` is what it says of this round's guesses."""
+        """The option to draft a sequence by this drafter; `estimate` is its own survival by depth, if it has one."""
         members, depth = frozenset([budget.drafter]), budget.depth
         if estimate is None:
             survival = self.chances(seq_id, depth)
@@ -195,7 +193,7 @@ class MeasuredDrafter:
         return DraftOption(budget, members, survival, estimate[:depth], num_unread, free, made, estimated=True)
 
     def count(self, rows: Sequence[tuple[RowOutcome, Assignment]]) -> None:
-        """Learn from the rows that it drafted in a round, and how far they should have been drafted."""
+        """Learn from the rows that it drafted in a round."""
         runs = [(assigned.num_judged(row), row.accepted) for row, assigned in rows]
         self.count_runs([row.seq_id for row, _ in rows], runs)
         promised = sum(sum(assigned.option.promised[: assigned.num_counted(row)]) for row, assigned in rows)
@@ -205,7 +203,7 @@ class MeasuredDrafter:
             self.cut_off.made.count(cut)
 
     def count_runs(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
-        """Learn from how many guesses of each of these sequences were judged, and how many of them were right."""
+        """Learn, for each of these sequences, how many draft tokens were judged and how many accepted."""
         if self.unseen > RETRY:
             for counted in (self.acceptance, *self.by_row.values()):
                 counted.limit(OLD_WEIGHT)
@@ -216,7 +214,7 @@ class MeasuredDrafter:
         self.likeness = likeness(list(self.by_row.values()), ALL_WEIGHT)
 
     def time(self, depth: int, num_unread: Sequence[int], taken_s: float) -> None:
-        """Learn from how long it took, as one of those who drafted."""
+        """Learn the seconds of a draft, or of reading if many tokens were unread; `num_unread` by drafted row."""
         if max(num_unread) <= BEHIND:
             self.costs.record(Kind.of(len(num_unread)), depth, max(NO_TIME_S, taken_s))
         else:
@@ -224,29 +222,29 @@ class MeasuredDrafter:
             self.reading_s = (self.reading_s + damped(each_s, self.reading_s)) / 2 if self.reading_s else each_s
 
     def cost_s(self, depth: float | int, num_rows: int, num_unread: int = 0) -> float:
-        """Seconds of drafting so many rows so far, with its part of reading what is unread."""
+        """Expected seconds of drafting `num_rows` rows, with a share of the time of reading unread tokens."""
         reading_s = self.reading_s * num_unread / BEHIND if num_unread else 0.0
         return self.costs.expect(Kind(num_rows.bit_length(), 0, False), depth) + reading_s
 
 
 @dataclass(slots=True)
 class MeasuredDrafters:
-    """The members of a mix, or a lone drafter, and the drafter that merges. Rows are known by their sequences' ids."""
+    """The measurements of a lone drafter, or of the members of a mix followed by its merged tree."""
 
     all: list[MeasuredDrafter] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     @property
     def is_mix(self) -> bool:
-        """Whether there are several."""
+        """Whether there are several drafters."""
         return len(self.all) > 1
 
     def meet(self, outlook: Outlook, judged: Sequence[int] = ()) -> None:
-        """Begin to know the drafters of an outlook, if they are new; learn what came of guesses in merged trees.
+        """Create the measurements at the first outlook; learn the results of members in merged trees.
 
-        These are members' own guesses in the last round, whose sequences were `judged`. What a member tells itself is
-        judged by what it promised, which is not known here. Trials become rare: all that they show beside is what
-        passes over a member's guesses alone take.
+        These are results of the last round, for its sequences, `judged`. They are not used for members with estimates,
+        since their predictions in a merged tree are not known here. Trials of the others become rare, as they would
+        only show the cost of passes over a member's draft alone.
         """
         if not self.all:
             self.names = [*outlook.drafters, MERGED] if outlook.drafters else [""]
@@ -261,10 +259,10 @@ class MeasuredDrafters:
     def options(
         self, i: int, seq_id: int, speculation: Speculation, room: int, outlook: Outlook, least: float = 0.0
     ) -> dict[int, DraftOption]:
-        """All options of the i-th row of an outlook, by drafter; the merged one where more than one member has any.
+        """The options of the i-th row of an outlook, by drafter; the merged one if several members have an option.
 
-        A request that names a drafter has no other. Else chains of a mix are as long as pays, at most as asked for.
-        Where the depth is automatic, a drafter that estimates less than the survival `least` has no option.
+        A request that names a drafter has only that option. Otherwise the depth that a request fixes is only a limit if
+        the drafter is a mix. If the depth is automatic, a drafter whose estimates are below `least` has no option.
         """
         by_drafter: dict[int, DraftOption] = {}
         for drafter, member in enumerate(outlook.drafters.values() if outlook.drafters else [outlook]):
@@ -289,7 +287,7 @@ class MeasuredDrafters:
         return {drafter: option for drafter, option in by_drafter.items() if self.names[drafter] == speculation.drafter}
 
     def merged(self, seq_id: int, options: Sequence[DraftOption]) -> DraftOption:
-        """All members together, as far as the one that goes furthest: no worse than the best of them."""
+        """The option of all members merged, as deep as the deepest; it survives at least as long as the best one."""
         furthest = max(options, key=lambda option: (option.budget.depth, option.budget.nodes))
         best = max(options, key=lambda option: option.gain)
         promised = [*best.survival, *([0.0] * (furthest.budget.depth - len(best.survival)))]
@@ -310,16 +308,16 @@ class MeasuredDrafters:
         )
 
     def cover(self, rows: Sequence[Mapping[int, DraftOption]]) -> None:
-        """Learn which drafters had something to draft, and for how many rows."""
+        """Learn for what share of rows each drafter has an option."""
         for number, record in enumerate(self.all):
             share = sum(number in options for options in rows) / len(rows)
             record.covered += SHARE * (share - record.covered)
 
     def time(self, rows: Sequence[tuple[DraftOption, int]], outcome: Outcome, planning_s: float) -> None:
-        """Learn what drafting rows by these options took, in so many steps each.
+        """Learn the seconds of drafting rows by these options, with the number of steps of each.
 
-        Finding out that nothing should be drafted takes `planning_s`. Rounds that draft may take less; if nothing were
-        left for drafters, that would look like a change of the machine, so they have a share at least.
+        `planning_s` of the round's `draft_s` count as planning. A round that drafts may take less than that in all; if
+        no time were left for drafting, that would look like a change of the machine, hence LEAST_DRAFTING.
         """
         active = {member for option, _ in rows for member in option.members}
         drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s, LEAST_DRAFTING * outcome.draft_s)
@@ -331,7 +329,7 @@ class MeasuredDrafters:
                 self.all[drafter].time(max(steps for _, steps in used), [unread for unread, _ in used], taken_s)
 
     def begin(self) -> None:
-        """Begin with what a calibration showed, held lightly."""
+        """Start after a calibration, whose counts get little weight."""
         for record in self.all:
             record.acceptance.limit(OLD_WEIGHT)
             share = min(1.0, OLD_WEIGHT / max(record.promised, record.accepted, OLD_WEIGHT))
@@ -339,7 +337,7 @@ class MeasuredDrafters:
             record.by_row, record.retry = {}, RetryTimer(num_rounds=TRIES)
 
     def forget_others(self, seq_ids: Set[int]) -> None:
-        """Drop what is known of sequences that are none of these."""
+        """Drop the counts of all other sequences."""
         for record in self.all:
             for seq_id in record.by_row.keys() - seq_ids:
                 del record.by_row[seq_id]

@@ -1,7 +1,7 @@
-"""Forecasts: how much faster than plain decoding drafting would be, by what the controller knows.
+"""Forecasts: the expected speed-up over plain decoding, from the controller's measurements.
 
-They are for rows that are all drafted alike, as far as pays most: at the start by sample texts, later by the texts of
-late.
+A forecast assumes that every sequence is drafted by the same drafter to the same depth, whichever are best. At start-up
+the measurements are from sample prompts, later from recent requests.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from forerun.control.drafters import MeasuredDrafters
 from forerun.economy import WEIGHT, Acceptance
 
 BATCHES = (1, 8, 32)
-SURE = 2.0  # standard errors of what was counted, as far as a forecast's bounds are from it: 95 % of cases
-NARROW = 1.2  # times the lower bound, up to which the upper one is not worth telling
+SURE = 2.0  # standard errors between a forecast and its bounds: they hold in 95 % of cases
+NARROW = 1.2  # ratio of the bounds up to which only the forecast itself is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The most that drafting gives at a batch size: times as fast as plain decoding, by this drafter, this far.
+    """The expected speed-up over plain decoding (`gain`) at a batch size, by the best drafter and depth.
 
-    At depth 0 drafting does not pay, and the gain is that of the best way to draft all the same. It rests on
-    `num_guesses` that were judged, which leave open whether it is `least`, `most` or between; costs count as known.
+    Depth 0 means that drafting would not be faster; `gain` is then that of the best drafter and depth nevertheless. The
+    bounds `least` and `most` reflect the number of verified draft tokens, `num_guesses`; costs count as exact.
     """
 
     batch: int
@@ -49,7 +49,7 @@ class Forecast:
 
 
 def forecast(costs: CostTable, drafters: MeasuredDrafters, batch: int, num_context: int = 0) -> Forecast | None:
-    """The forecast for so many rows with so many tokens of text together; None without measurements or guesses."""
+    """The forecast for a batch size and total context; None without measured costs or verified draft tokens."""
     if not costs.kinds or not drafters.all:
         return None
     ways = [(drafter, depth) for depth in range(1, AUTO_DEPTH + 1) for drafter in range(len(drafters.all))]
@@ -66,7 +66,7 @@ def forecast(costs: CostTable, drafters: MeasuredDrafters, batch: int, num_conte
 
 
 def bounding(counts: Acceptance) -> Iterator[list[float]]:
-    """The least and the most that acceptance by depth may be, by how many guesses were counted (Wilson's interval)."""
+    """Lower, then upper bounds of the acceptance rates by depth (Wilson's interval)."""
     share, num = counts.overall(), sum(counts.offered) / counts.unit + WEIGHT
     off = SURE * math.sqrt(share * (1 - share) / num + (SURE / (2 * num)) ** 2)
     for sign in (-1, 1):
@@ -83,7 +83,7 @@ def gain(
     batch: int,
     num_context: int,
 ) -> float:
-    """Of drafting all rows by one drafter, so far: tokens per second over those of plain rounds."""
+    """The expected speed-up if one drafter drafts all rows to this depth, given acceptance `rates` by depth."""
     chosen, merged = drafters.all[drafter], drafters.is_mix and drafter == len(drafters.all) - 1
     members = drafters.all[:-1] if merged else [chosen]
     tokens: float = 1 + chosen.covered * sum(accumulate(rates[:depth], mul))
@@ -100,31 +100,31 @@ def gain(
 def measured(
     costs: CostTable, drafters: MeasuredDrafters, drafter: int, depth: int, batch: int, num_context: int
 ) -> bool:
-    """Whether passes of this size were seen: between sizes, a target with experts costs more than a line says."""
+    """Whether passes of this size were measured: interpolated costs are too low for mixture-of-experts targets."""
     kind = Kind.of(batch, num_context, drafters.is_mix and drafter == len(drafters.all) - 1)
     num_tokens = batch + max(1, round(drafters.all[drafter].covered * batch)) * depth
     return size_class(num_tokens) in costs.of(kind).seen
 
 
 def forecasts(costs: CostTable, drafters: MeasuredDrafters, most_rows: int) -> Sequence[Forecast]:
-    """Those for few, some and many rows, as far as an engine with so many places has them."""
+    """Forecasts for small, medium and large batches, as far as the engine's `most_rows` allow."""
     sizes = sorted({min(batch, most_rows) for batch in BATCHES})
     return tuple(each for batch in sizes if (each := forecast(costs, drafters, batch)) is not None)
 
 
 def forecast_line(found: Sequence[Forecast]) -> str:
-    """Forecasts in one line."""
-    by = f"by {min(each.num_guesses for each in found)} guesses on built-in sample texts"
+    """Forecasts in one line, for the log."""
+    by = f"by {min(each.num_guesses for each in found)} draft tokens on built-in sample prompts"
     if not any(each.depth for each in found):
-        return f"drafting is not expected to pay, {by}: {max(found, key=lambda each: each.gain)} at best"
+        return f"drafting is not expected to save time, {by}: {max(found, key=lambda each: each.gain)} at best"
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]
     paying = [str(each) for each in found if each.depth]
-    return f"expected of drafting, {by}: {', '.join(paying + plain)}"
+    return f"expected speed-up, {by}: {', '.join(paying + plain)}"
 
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Within it the controller does not say that drafting does not pay, where that is being found out or no matter."""
+    """Suppress the controller's log messages about drafting being paused, during calibrations and measurements."""
     log = logging.getLogger("forerun.control.measured")
     before = log.level
     log.setLevel(logging.ERROR)

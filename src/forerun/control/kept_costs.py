@@ -1,6 +1,6 @@
-"""Costs that are kept on disk: what a controller knows of rounds and drafters, for the next start.
+"""Saved costs: a controller's measurements on disk, for the next start.
 
-This file decides the form of the file. Whatever cannot be read or is of something else counts as not there.
+This module decides the file format. A file that cannot be read, or belongs to other drafters, is ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from forerun.control.measured import MeasuredDepth
 from forerun.economy import MOST, Acceptance
 from forerun.store import cache_folder, replace_file
 
-SEEN = 2  # rounds of a size that what was kept of it counts as
+SEEN = 2  # measurements that a saved cost counts as
 VERSION = 3
 
 
 def as_json(controller: MeasuredDepth) -> dict[str, Any]:
-    """What the controller knows, for `from_json`."""
+    """The controller's measurements, as `from_json` reads them."""
     drafters = [
         {
             "drafts": rows_of(record.costs),
@@ -40,7 +40,7 @@ def as_json(controller: MeasuredDepth) -> dict[str, Any]:
 
 
 def rows_of(costs: CostTable) -> list[dict[str, Any]]:
-    """What rounds take now, by kind and size."""
+    """The present costs by kind of round and size."""
     return [
         {"kind": list(kind), "sizes": {str(size): costs.expect(kind, size) for size in curve.seen}}
         for kind, curve in costs.kinds.items()
@@ -48,7 +48,7 @@ def rows_of(costs: CostTable) -> list[dict[str, Any]]:
 
 
 def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
-    """The controller of an earlier start. Raises ValueError, TypeError or LookupError for anything else."""
+    """A controller with saved measurements. Raises ValueError, TypeError or LookupError if the data are invalid."""
     if found["version"] != VERSION or found["names"] != (list(names) if len(names) > 1 else [""]):
         raise ValueError("it is of other drafters")
     controller = MeasuredDepth()
@@ -62,7 +62,7 @@ def from_json(found: Any, names: Sequence[str]) -> MeasuredDepth:
 
 
 def fill(costs: CostTable, entries: Any) -> None:
-    """Learn what `rows_of` wrote."""
+    """Add the costs that `rows_of` returned."""
     for entry in entries:
         rows, context, merged = entry["kind"]
         curve = costs.kinds[Kind(int(number(rows)), int(number(context)), bool(merged))] = Curve(costs.flat)
@@ -74,7 +74,7 @@ def fill(costs: CostTable, entries: Any) -> None:
 
 
 def record_of(entry: Any) -> MeasuredDrafter:
-    """One drafter of the file."""
+    """The measurements of one drafter in the file."""
     offered, right = ([number(value) for value in entry[name]] for name in ("offered", "accepted"))
     if len(offered) != MOST or len(right) != MOST:
         raise ValueError("it has other depths")
@@ -87,26 +87,26 @@ def record_of(entry: Any) -> MeasuredDrafter:
 
 
 def number(value: Any) -> float:
-    """A number of the file: not below 0, and finite."""
+    """A finite number of at least 0. Raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{value!r} is no measurement")
     return float(value)
 
 
 def kept_file(key: str) -> Path:
-    """Where what belongs to this key is kept. Raises OSError where there is no home folder."""
+    """The file for this key. Raises OSError if there is no home folder."""
     return cache_folder("times") / f"rounds-{sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def read_kept(key: str, names: Sequence[str]) -> MeasuredDepth | None:
-    """What was kept, if it can be used."""
+    """The saved controller for this key and these drafters; None if there is none."""
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return from_json(json.loads(kept_file(key).read_text(encoding="utf-8")), names)
     return None
 
 
 def keep(key: str, found: Mapping[str, Any]) -> None:
-    """Write the file as a whole; where that is not possible, every start measures again."""
+    """Write the file atomically. Errors are ignored: the next start then measures again."""
     with suppress(OSError):
         path = kept_file(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
-"""MeasuredDepth: the controller that drafts as deep as pays, by what earlier rounds gave and took, or not at all.
+"""MeasuredDepth: the controller that drafts each sequence to the depth with the highest expected speed, 0 included.
 
-A row can be drafted by one drafter, or by all members of a mix merged into one tree (`drafters.py`). For no member,
-each of them alone and all together, each row gets its option with most gain; then guesses are added, the likeliest
-first, as long as that gives more tokens per second. What gives most is taken. The choice is made before anything is
-drawn, and it is deterministic. What was given up is tried again, the more seldom the more that costs. A request with a
-fixed depth is drafted so far, and only the drafter is chosen.
+The expectation comes from the acceptance and the times of earlier rounds. A row can be drafted by one drafter, or by
+all members of a mix merged into one tree (`drafters.py`). `choices.py` finds the best depths without drafting, for each
+drafter alone and for all together: draft tokens are added, the likeliest first, as long as the expected speed grows.
+The fastest of these plans is taken. It is made before any token is drawn, and it is deterministic. Alternatives that
+are not in use are tried again, the more seldom the more a trial costs. If a request fixes its depth, only the drafter
+is chosen.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from forerun.economy import damped
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
-HOPEFUL_GUESSES = 3.0  # that what is known of a drafter weighs as behind a trial that was better than was thought
-TRIAL_SHARE = 0.01  # of the time, that trials may cost
-LONGER = 1.25  # times the best choice's round, that one may take in which several rows try something
+HOPEFUL_GUESSES = 3.0  # draft tokens that earlier counts weigh as after a trial that went better than expected
+TRIAL_SHARE = 0.01  # share of the time that trials may cost
+LONGER = 1.25  # how many times longer than the best plan's round the trial of several rows may take
 
 
 @dataclass
 class MeasuredDepth:
-    """The controller. `costs` is what the target's part of a round takes."""
+    """The controller. `costs` are those of the target's pass with its verification."""
 
     costs: CostTable = field(default_factory=CostTable)
     drafters: MeasuredDrafters = field(default_factory=MeasuredDrafters)
     advice: Advice = field(default_factory=Advice)
-    times_count: bool = True  # whether it learns from how long rounds take
-    planning_s: float = 0.0  # what drafting takes where nothing is drafted
+    times_count: bool = True  # whether it learns from the times of rounds
+    planning_s: float = 0.0  # moving average of `draft_s` of rounds in which nothing is drafted
     trials: Trials = field(default_factory=Trials)
     load: Load = field(default_factory=lambda: Load((), (), (), 0))  # of the last round
     taken: TakenPlan = field(default_factory=TakenPlan)
-    possible: frozenset[int] = frozenset()  # drafters that could draft in it
-    pending: bool = False  # whether its outcome is still to come
-    came_true: bool = False  # whether the next outlook tells what came of its merged trees
-    survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # of its nodes, by sequence
+    possible: frozenset[int] = frozenset()  # drafters that could draft in the last round
+    pending: bool = False  # whether the outcome of the last round has not been recorded yet
+    came_true: bool = False  # whether the next outlook holds results of merged trees of the last round
+    survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # by sequence: of the nodes it was drafted
 
     @property
     def weighing(self) -> Weighing:
-        """What choices are worth for the last round's load."""
+        """Evaluates choices for the last round's load."""
         return Weighing(self.costs, self.drafters, self.load)
 
     def skips(self, load: Load) -> bool:
-        """Where nobody wishes for anything; and between plans, as long as drafting is given up."""
+        """Whether no request wants drafts, or drafting is paused and the last plan still holds."""
         if not any(each.depth for each in load.speculations):
             return self.leave_alone(load)
         resting = self.advice.off and not any(self.taken.assigned.values()) and self.holds(load)
@@ -65,17 +66,17 @@ class MeasuredDepth:
         return resting
 
     def hold(self, load: Load) -> None:
-        """Take the last plan for one more round."""
+        """Keep the last plan for one more round."""
         self.load, self.pending, self.taken.num_held = load, True, self.taken.num_held + 1
 
     def leave_alone(self, load: Load) -> bool:
-        """Plan nothing for a round, and so learn nothing but what its pass takes; True."""
+        """Make no plan for a round, from which only the cost of its pass is learned. Returns True."""
         self.load, self.pending, self.taken = load, False, TakenPlan()
         return True
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
-        """The best options, as far as they fit into what the cache has to spare, the oldest sequences first."""
-        if not outlook.drafters and not any(each.auto for each in load.speculations):  # there is nothing to choose
+        """The budgets of the best plan, or of a trial, cut to the free cache slots: the oldest sequences come first."""
+        if not outlook.drafters and not any(each.auto for each in load.speculations):  # nothing to choose
             self.leave_alone(load)
             return FixedDepth().budgets(load, outlook, spare)
         self.drafters.meet(outlook, load.seq_ids if self.came_true else ())
@@ -91,7 +92,7 @@ class MeasuredDepth:
         free = any(option.free for row in rows for option in row.values()) or (least > 0 and bool(self.possible))
         if self.trials.tried is None and free:
             self.advise(drafting=any(planned.choice))
-        lasting = self.trials.tried is None and all(rows)  # rows without an option may get one
+        lasting = self.trials.tried is None and all(rows)  # a row without an option may have one in the next round
         num_held = 0 if lasting or self.advice.off else HOLD
         budgets = self.take(rows, planned.choice, spare, planned.tokens_per_s, num_held)
         if self.trials.tried is None and follows_rule(load, outlook):
@@ -99,7 +100,7 @@ class MeasuredDepth:
         return budgets
 
     def ruled(self, load: Load) -> Sequence[Sequence[Budget]]:
-        """The budget of a lone row whose depth is decided when its draft is there, by what that says of itself."""
+        """The budget of a lone row whose depth is decided by `taken.rule` once it is drafted."""
         assert self.taken.rule is not None, "a rule is held"
         self.taken.assigned, self.possible = dict.fromkeys(load.seq_ids), frozenset([0])
         depth = Budget.of(load.speculations[0], load.rooms[0]).depth
@@ -107,16 +108,16 @@ class MeasuredDepth:
         return [[Budget(depth, min_survival=least) if depth else NO_DRAFT]]
 
     def advise(self, drafting: bool) -> None:
-        """Tell the log when drafting is given up because it costs more than it gives, and when it is taken up again."""
+        """Log when drafting is paused because it would not save time, and when it resumes."""
         if self.advice.planned(drafting):
             best = forecast(self.costs, self.drafters, len(self.load.seq_ids), self.load.num_context)
             if not self.advice.off:
-                log.info("Drafting is on again.")
+                log.info("Drafting resumes.")
             elif best is not None and best.depth:
-                self.advice.off = False  # it would pay, but for these rows, which may be at their ends
+                self.advice.off = False  # it saves time, but not for these rows, which may be near their ends
             else:
-                expected = f": {best} at best" if best is not None else ": no draft token is likely enough"
-                log.warning("Drafting is off for now, since it does not pay%s. It is tried now and then.", expected)
+                reason = f"{best} at best" if best is not None else "no draft token is likely enough"
+                log.warning("Drafting is paused, since it would not save time: %s. It is retried now and then.", reason)
 
     def options(self, load: Load, outlook: Outlook, least: float = 0.0) -> Sequence[Options]:
         """The options of all rows whose draft tokens survive with a probability of at least `least`, by estimates."""
@@ -131,7 +132,7 @@ class MeasuredDepth:
     def take(
         self, rows: Sequence[Options], choice: Choice, spare: Spare, tokens_per_s: float = 0.0, num_held: int = HOLD
     ) -> Sequence[Budget]:
-        """Take this choice for the load, as far as it fits; the rest is as in `TakenPlan`."""
+        """Make this choice the plan of the round; returns its budgets, cut to the free cache slots."""
         budgets = [fallbacks(each, options) for each, options in zip(choice, rows, strict=True)]
         assigned = dict(zip(self.load.seq_ids, choice, strict=True))
         estimated = any(option.estimated for options in rows for option in options.values())
@@ -139,7 +140,7 @@ class MeasuredDepth:
         return fitting(self.load.seq_ids, budgets, spare)
 
     def follow(self, load: Load, outlook: Outlook, spare: Spare, drafter: int, depth: int) -> Sequence[Budget]:
-        """Draft every row by this drafter and so far, where it can: see `engine/calibration.py`."""
+        """The budgets to draft every row by this drafter to this depth, if it can (for `engine/calibration.py`)."""
         self.load, self.trials.tried = load, None
         self.drafters.meet(outlook)
         rows = self.options(load, outlook)
@@ -148,54 +149,54 @@ class MeasuredDepth:
         return self.take(rows, choice, spare)
 
     def begin(self) -> None:
-        """Forget the sequences of a calibration, and begin with what it showed: nothing needs a first trial."""
+        """Start after a calibration: its measurements replace the first trials, its sequences are forgotten."""
         self.taken, self.pending = TakenPlan(), False
         self.trials.begin()
         self.drafters.begin()
 
     def wake(self) -> None:
-        """Something has changed: try everything soon, unless that was done a short while ago."""
+        """Try all alternatives soon, since something has changed, unless that happened a short while ago."""
         if self.trials.wake():
             self.taken.num_held = HOLD
             for record in self.drafters.all:
                 record.retry.wake()
 
     def reason(self) -> str:
-        """What was chosen for the last round and why, for one row; empty where there was nothing to choose."""
+        """What was chosen for a lone row in the last round and why; empty if there was nothing to choose."""
         if len(self.taken.assigned) != 1 or not self.taken.tokens_per_s:
             return ""
         (assigned,) = self.taken.assigned.values()
         plain_s, chosen = self.plain_s(1), "plain"
-        plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "what plain rounds take is not known yet"
+        plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "the time of a plain one is unknown"
         if assigned and assigned.depth:
             name = self.drafters.names[assigned.option.budget.drafter]
             chosen = f"depth {assigned.depth}" + (f" by {name}" if name else "")
             if assigned.option.made:
-                chosen += f" as long as {100 * assigned.option.budget.min_survival:.0f} % survive"
+                chosen += f" while survival is at least {100 * assigned.option.budget.min_survival:.0f} %"
         if self.trials.tried is not None:
-            return f"{chosen}, to see how it does: {plain}"
+            return f"{chosen}, as a trial: {plain}"
         tokens = tokens_of([assigned])
         expected_ms = 1000 * tokens / self.taken.tokens_per_s
-        return f"{chosen}: {tokens:.2f} tokens in {expected_ms:.2f} ms are expected, {plain}"
+        return f"{chosen}: expected are {tokens:.2f} tokens in {expected_ms:.2f} ms, {plain}"
 
     def holds(self, load: Load) -> bool:
-        """Whether the last plan was of the same rows and is not old, so that what was counted since changes little."""
+        """Whether the last plan was for the same rows and is recent, so that it would hardly change."""
         if self.taken.num_held >= HOLD or self.trials.tried is not None or self.load.reads != load.reads:
             return False
-        # The plan and the load differ where an interrupt came between them.
+        # The plan and the load differ if an interrupt came between them.
         same = list(self.taken.assigned) == list(load.seq_ids) == list(self.load.seq_ids)
         return same and all(one is other for one, other in zip(load.speculations, self.load.speculations, strict=True))
 
     def lasts(self, load: Load, outlook: Outlook) -> bool:
-        """Whether that plan is still as good for how far drafters can go, and did not rest on estimates of a round."""
+        """Whether drafters can still draft as deep as that plan says, and it did not depend on estimates of a round."""
         limits = zip(load.rooms, outlook.limit, self.taken.assigned.values(), strict=True)
         fits = all(each is None or each.depth <= min(room, limit) for room, limit, each in limits)
         return fits and not self.taken.estimated
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """All of it, or for a lone row as far as the rule says that is held.
+        """The whole draft, or for a lone row as much of it as the plan's rule says.
 
-        What it tells of its guesses is compared with what will come of them.
+        The estimates in it are kept, to be compared with the outcome.
         """
         if self.taken.rule is not None and self.taken.num_held:
             return self.admit_by_rule(self.taken.rule, draft, load)
@@ -205,7 +206,7 @@ class MeasuredDepth:
         return draft.tree
 
     def admit_by_rule(self, rule: DepthRule, draft: Draft, load: Load) -> DraftTree:
-        """The part of a lone row's chain that pays."""
+        """The beginning of a lone row's chain, to the depth that the rule says."""
         (host,), learned = draft.tree.host(), self.drafters.all[0]
         estimate = [] if draft.survival is None else draft.survival[0, 1 : len(host.tokens)].tolist()
         option = learned.option(load.seq_ids[0], Budget(len(estimate)), estimate, {0: 0}, True, ())
@@ -218,7 +219,7 @@ class MeasuredDepth:
         return draft.tree if depth == len(host.tokens) - 1 else DraftTree.of_texts([host.tokens[: 1 + depth]])
 
     def plan(self, rows: Sequence[Options]) -> Planned:
-        """The choice for the rows of the load."""
+        """The best plan for the rows, or the plan of a trial if one is due."""
         scatter, weighing = self.costs.level.scatter, self.weighing
         best = max(weighing.plans(rows), key=lambda planned: planned.value(scatter))
         self.trials.tried = self.trial(rows, best)
@@ -230,15 +231,16 @@ class MeasuredDepth:
             return Planned(choice, best.tokens_per_s)
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
-            # The minimum survival of a chain drafted alone: by what rounds are worth, and by what its guesses take.
+            # The minimum survival of a chain drafted alone follows from the speed, and from the time of a draft token.
             guess_s = weighing.drafts_of(best.choice).guess_s()
             self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, guess_s)
         return best
 
     def trial(self, rows: Sequence[Options], best: Planned) -> int | None:
-        """A drafter that is due for a trial; NOTHING, where some row is free to be drafted with that; or OTHER_DEPTH.
+        """What is due for a trial: NOTHING, if some row may stay plain; a drafter; OTHER_DEPTH; or None.
 
-        A round that reads prompts does not say what passes cost, and guesses are dear there: trials wait for others.
+        A round with prefill does not show the cost of a pass, and draft tokens cost more in it, so trials wait for
+        others.
         """
         if self.load.reads and self.trials.num_reading < LONG:
             return None
@@ -250,9 +252,10 @@ class MeasuredDepth:
         return OTHER_DEPTH if costs and due is None and self.trials.other_depth.due and best.under_way else due
 
     def on_trial(self, best: Choice, rows: Sequence[Options], drafter: int) -> Choice:
-        """The best choice, but for the rows that try the drafter: the one with least to read, at first also others.
+        """The best choice, with some rows changed to the alternative on trial.
 
-        As many rows try it, or another depth, as make the round little longer.
+        A known drafter is tried by the row with the fewest unread tokens, a new one by as many rows as `in_time`
+        allows.
         """
         if drafter == NOTHING:
             return [None if all(each.free for each in options.values()) else best[i] for i, options in enumerate(rows)]
@@ -267,7 +270,7 @@ class MeasuredDepth:
         return self.in_time(best, {row: options[row].at_most(FIRST_DEPTH if new else TRIAL_DEPTH) for row in first})
 
     def in_time(self, best: Choice, others: Mapping[int, Assignment]) -> Choice:
-        """The best choice with the first of these, by row, and as many more as make its round little longer."""
+        """The best choice with the first of these assignments, and as many more as the limit LONGER allows."""
         choice, weighing = list(best), self.weighing
         longest_s = LONGER * weighing.drafts_of(best).whole_s()
         for number, (row, other) in enumerate(others.items()):
@@ -278,7 +281,7 @@ class MeasuredDepth:
         return choice
 
     def record(self, outcome: Outcome) -> None:
-        """Learn from the round of the last choice."""
+        """Learn from the round of the last plan."""
         self.trials.num_reading = self.trials.num_reading + 1 if outcome.num_prompt_tokens else 0
         if self.pending and list(self.taken.assigned) == [row.seq_id for row in outcome.rows]:
             drafted = self.drafted(outcome)
@@ -290,20 +293,20 @@ class MeasuredDepth:
             self.advice.suspect(outcome)
 
     def plain_s(self, num_rows: int) -> float | None:
-        """Seconds that the last round would have taken without drafts."""
+        """Expected seconds of the last round without drafts, for `num_rows` rows; None without measurements."""
         return self.costs.expect(self.weighing.kind(num_rows), num_rows) if self.costs.kinds else None
 
     def drafted(self, outcome: Outcome) -> Sequence[tuple[RowOutcome, Assignment]]:
-        """The rows that were drafted, as they were assigned. A draft that found no room was not made."""
+        """The rows that were drafted as the plan says; drafts for which no cache slots were free were not made."""
         rows = ((row, self.taken.assigned[row.seq_id]) for row in outcome.rows)
         return [
             (row, each) for row, each in rows if each is not None and row.drafter in (-1, each.option.budget.drafter)
         ]
 
     def accepted(self, drafted: Sequence[tuple[RowOutcome, Assignment]], cheap: bool = False) -> None:
-        """Learn what was accepted in the round of the last choice, and who was in use.
+        """Learn what was accepted in the round of the last plan, and which alternatives were used.
 
-        `cheap`: the pass took less than was thought.
+        `cheap`: the pass took less than expected.
         """
         self.pending, self.came_true = False, True
         for drafter in self.possible:
@@ -313,7 +316,7 @@ class MeasuredDepth:
         self.drafters.forget_others(self.taken.assigned.keys())
 
     def count(self, drafter: int, drafted: Sequence[tuple[RowOutcome, Assignment]]) -> None:
-        """Learn how many guesses of a drafter were accepted in the rows that it drafted."""
+        """Learn how many draft tokens of a drafter were accepted, in the rows that it drafted."""
         learned = self.drafters.all[drafter]
         learned.unseen += 1
         expected = sum((sum(each.option.survival[: each.num_counted(row)]) for row, each in drafted), 0.0)
@@ -331,14 +334,14 @@ class MeasuredDepth:
             learned.acceptance.limit(HOPEFUL_GUESSES)
 
     def time(self, drafted: Sequence[tuple[RowOutcome, Assignment]], outcome: Outcome) -> bool:
-        """Learn what rounds and drafts took; whether the target's part took much less than was expected."""
+        """Learn the times of the draft and of the pass. Returns whether the pass took much less than expected."""
         if not drafted:
             self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
         self.drafters.time([(each.option, each.steps(row)) for row, each in drafted], outcome, self.planning_s)
         return self.time_pass([each.option for _, each in drafted], outcome)
 
     def time_pass(self, options: Sequence[DraftOption], outcome: Outcome) -> bool:
-        """Learn what the target's part took; of a round that read prompts, what a token of theirs takes beside rows."""
+        """Learn the time of a pass, or of its prompts if it had some. Returns as `time` does."""
         num_rows, num_tokens, taken_s = len(outcome.rows), outcome.num_tokens, outcome.pass_s + outcome.verdict_s
         if outcome.num_prompt_tokens:
             if num_rows and self.costs.kinds:
@@ -355,6 +358,6 @@ class MeasuredDepth:
 
 
 def follows_rule(load: Load, outlook: Outlook) -> bool:
-    """Whether a lone row is drafted by a lone drafter that estimates every guess, and ends chains by that."""
+    """Whether a `DepthRule` can decide: for a lone row and a lone drafter that ends chains by its own estimates."""
     alone = len(load.seq_ids) == 1 and not outlook.drafters and load.speculations[0].auto
     return alone and outlook.ends_early and outlook.estimate is not None and load.speculations[0].width == 1

@@ -1,7 +1,7 @@
-"""Trials: when to try plain decoding, another depth, or an unused drafter again, since its measurements may be outdated.
+"""Trials: when to try plain decoding, another depth, or an unused drafter again, as its measurements may be outdated.
 
-This file counts rounds since the last use of each alternative. `measured.py` computes what a trial costs, from which the
-interval to the next one follows, and makes the plan of a trial's round.
+This file counts rounds since the last use of each alternative. `measured.py` computes what a trial costs, which decides
+the interval to the next one, and plans the round of a trial.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Trials:
         self.plain, self.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
 
     def wake(self) -> bool:
-        """Try plain decoding soon, since something has changed. Returns False, and does nothing, shortly after a change."""
+        """Try plain decoding soon, since something has changed; does nothing and returns False soon after a change."""
         if self.awake < LONG:
             return False
         self.awake = 0
@@ -115,7 +115,7 @@ class Advice:
     suspected: bool = False
 
     def planned(self, drafting: bool) -> bool:
-        """Count a plan for sequences that could be drafted. Returns whether `off` has changed, after HOLD such plans."""
+        """Count a plan for sequences that could be drafted; returns whether `off` changes, after HOLD such plans."""
         self.num_otherwise = self.num_otherwise + 1 if drafting == self.off else 0
         if self.num_otherwise < HOLD:
             return False
@@ -139,7 +139,7 @@ class Advice:
             message = "All %d draft tokens of the draft model were accepted. Is it the target itself? A smaller model "
             log.warning(message + "would draft faster.", self.num_offered)
         elif few:
-            message = "Of %d draft tokens of the draft model %d were accepted. It probably has the wrong weights, or the "
-            message += "prompts use a chat template that it was not trained with."
+            message = "Of %d draft tokens of the draft model %d were accepted. It probably has the wrong weights, or "
+            message += "the prompts use a chat template that it was not trained with."
             log.warning(message, self.num_offered, self.num_accepted)
         self.num_offered, self.num_accepted, self.texts = 0, 0, set()
