@@ -56,7 +56,7 @@ class LinearCost:
     products: float = 0.0
 
     def record(self, size: int, taken_s: float) -> None:
-        """Add a measurement."""
+        """Add the seconds measured for a size."""
         taken_s = damped(taken_s, self.expect(size))
         self.weight = FADING * self.weight + 1
         self.sizes = FADING * self.sizes + size
@@ -123,8 +123,8 @@ class Acceptance:
         A draft token counts as offered if all before it were accepted.
         """
         self.unit /= FADING
-        for num_guesses, num_accepted in runs:
-            for depth in range(min(num_guesses, num_accepted + 1, MOST)):
+        for num_drafted, num_accepted in runs:
+            for depth in range(min(num_drafted, num_accepted + 1, MOST)):
                 self.offered[depth] += self.unit
                 if depth < num_accepted:
                     self.accepted[depth] += self.unit

@@ -100,7 +100,7 @@ class Drafts:
         """Expected speed of the round."""
         return self.gain / max(NO_TIME_S, self.round_s())
 
-    def guess_s(self) -> float:
+    def token_s(self) -> float:
         """Seconds per draft token of a lone row, in the draft and in the pass.
 
         The pass is compared at half as many draft tokens more and less: smaller differences are mostly noise.
@@ -206,18 +206,18 @@ class Weighing:
                 [None] * len(chosen), len(chosen) / max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
             )
         drafts = self.drafts([option for option in chosen if option], len(chosen))
-        guesses: list[tuple[float, int, int, DraftOption]] = []
+        tokens: list[tuple[float, int, int, DraftOption]] = []
         for row, option in enumerate(chosen):
             if option is not None and option.free:
-                guesses += [(-chance, depth, row, option) for depth, chance in enumerate(option.survival, 1)]
+                tokens += [(-chance, depth, row, option) for depth, chance in enumerate(option.survival, 1)]
             elif option is not None:
                 drafts.deepen(row, option, option.budget.depth, option.gain)
-        best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(guesses) // FINE)
-        rest = -sum(guess[0] for guess in guesses)
-        for number, (chance, depth, row, option) in enumerate(sorted(guesses, key=lambda guess: guess[:3]), 1):
+        best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(tokens) // FINE)
+        rest = -sum(token[0] for token in tokens)
+        for number, (chance, depth, row, option) in enumerate(sorted(tokens, key=lambda token: token[:3]), 1):
             drafts.deepen(row, option, depth, -chance)
             rest += chance
-            if number <= FINE or number % step == 0 or number == len(guesses):
+            if number <= FINE or number % step == 0 or number == len(tokens):
                 taken_s = max(NO_TIME_S, drafts.round_s())
                 if drafts.gain > best * taken_s:
                     best, depths = drafts.gain / taken_s, list(drafts.depths)

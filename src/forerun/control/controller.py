@@ -90,7 +90,7 @@ class FixedDepth:
         return draft.tree
 
     def record(self, outcome: Outcome) -> None:
-        """Nothing is learned."""
+        """Learn nothing, since no budget depends on it."""
 
     def plain_s(self, num_rows: int) -> float | None:
         """None: it is not known."""

@@ -87,7 +87,7 @@ class Assignment(NamedTuple):
 
     @property
     def budget(self) -> Budget:
-        """The drafter's budget."""
+        """The budget that the drafter gets."""
         full, depth = self.option.budget, self.depth
         if depth == full.depth:
             return full
@@ -127,9 +127,9 @@ class CutOff:
         """Accepted over estimated tokens, among those that the drafter holds unlikely."""
         return (self.accepted + MODEST) / (self.estimated + 1)
 
-    def aim(self, tokens_per_s: float, guess_s: float) -> None:
+    def aim(self, tokens_per_s: float, token_s: float) -> None:
         """Set the minimum survival from the present speed and the seconds of a draft token."""
-        self.min_survival = min(1.0, max(NO_MINIMUM, tokens_per_s * guess_s / self.modesty))
+        self.min_survival = min(1.0, max(NO_MINIMUM, tokens_per_s * token_s / self.modesty))
 
     def num_made(self, depth: int) -> list[float]:
         """Expected number of verified draft tokens, by planned depth."""

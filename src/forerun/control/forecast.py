@@ -30,7 +30,7 @@ class Forecast:
     """The expected speed-up over plain decoding (`gain`) at a batch size, by the best drafter and depth.
 
     Depth 0 means that drafting would not be faster; `gain` is then that of the best drafter and depth nevertheless. The
-    bounds `least` and `most` reflect the number of verified draft tokens, `num_guesses`; costs count as exact.
+    bounds `least` and `most` reflect the number of verified draft tokens, `num_drafted`; costs count as exact.
     """
 
     batch: int
@@ -39,7 +39,7 @@ class Forecast:
     gain: float
     least: float
     most: float
-    num_guesses: int
+    num_drafted: int
 
     def __str__(self) -> str:
         drafter = f"{self.drafter}, " if self.drafter else ""
@@ -59,10 +59,10 @@ def forecast(costs: CostTable, drafters: MeasuredDrafters, batch: int, num_conte
     drafter, depth = max(ways, key=gains.__getitem__)
     best, counts = gains[drafter, depth], drafters.all[drafter].evidence
     least, most = (gain(costs, drafters, drafter, depth, each, batch, num_context) for each in bounding(counts))
-    num_guesses = round(sum(counts.offered) / counts.unit)
-    if num_guesses == 0:
+    num_drafted = round(sum(counts.offered) / counts.unit)
+    if num_drafted == 0:
         return None
-    return Forecast(batch, drafters.names[drafter], depth if best >= 1 + FAVOR else 0, best, least, most, num_guesses)
+    return Forecast(batch, drafters.names[drafter], depth if best >= 1 + FAVOR else 0, best, least, most, num_drafted)
 
 
 def bounding(counts: Acceptance) -> Iterator[list[float]]:
@@ -114,7 +114,7 @@ def forecasts(costs: CostTable, drafters: MeasuredDrafters, most_rows: int) -> S
 
 def forecast_line(found: Sequence[Forecast]) -> str:
     """Forecasts in one line, for the log."""
-    by = f"by {min(each.num_guesses for each in found)} draft tokens on built-in sample prompts"
+    by = f"by {min(each.num_drafted for each in found)} draft tokens on built-in sample prompts"
     if not any(each.depth for each in found):
         return f"drafting is not expected to save time, {by}: {max(found, key=lambda each: each.gain)} at best"
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]

@@ -29,7 +29,7 @@ from forerun.economy import damped
 from forerun.tree import DraftTree
 
 log = logging.getLogger(__name__)
-HOPEFUL_GUESSES = 3.0  # draft tokens that earlier counts weigh as after a trial that went better than expected
+HOPEFUL_TOKENS = 3.0  # draft tokens that earlier counts weigh as after a trial that went better than expected
 TRIAL_SHARE = 0.01  # share of the time that trials may cost
 LONGER = 1.25  # how many times longer than the best plan's round the trial of several rows may take
 
@@ -232,8 +232,8 @@ class MeasuredDepth:
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
             # The minimum survival of a chain drafted alone follows from the speed, and from the time of a draft token.
-            guess_s = weighing.drafts_of(best.choice).guess_s()
-            self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, guess_s)
+            token_s = weighing.drafts_of(best.choice).token_s()
+            self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, token_s)
         return best
 
     def trial(self, rows: Sequence[Options], best: Planned) -> int | None:
@@ -331,7 +331,7 @@ class MeasuredDepth:
         learned.retry.count(len(drafted), self.trials.patience if tried else None, hopeful)
         if hopeful and not learned.retry.new:
             learned.retry.wake()
-            learned.acceptance.limit(HOPEFUL_GUESSES)
+            learned.acceptance.limit(HOPEFUL_TOKENS)
 
     def time(self, drafted: Sequence[tuple[RowOutcome, Assignment]], outcome: Outcome) -> bool:
         """Learn the times of the draft and of the pass. Returns whether the pass took much less than expected."""
