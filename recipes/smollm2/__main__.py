@@ -97,20 +97,20 @@ def card(record: DrafterRecord, num_answers: int, num_tokens: int, num_bytes: in
     )
     return f"""# N-grams for SmolLM2-135M-Instruct
 
-What followed the last {ORDER} tokens in answers of the model, with chances from {LEAST_CHANCE:.0%} on: `{FILE}`,
-{num_bytes / 1e6:.1f} MB, which is mapped and not read. `suffix:DIR` guesses by it where the text and past answers say
-little. Beside the target, `--draft auto` finds it for every number format.
+The tokens that followed the last {ORDER} tokens in answers of the model, with a probability of at least {LEAST_CHANCE:.0%}:
+`{FILE}`, {num_bytes / 1e6:.1f} MB, memory-mapped. The drafter `suffix:DIR` uses it if the text and past answers
+have few occurrences of the last tokens. `--draft auto` chooses it for this model, in every number format.
 
 ## How it was made
 
 `python -m recipes.smollm2 FILE.gguf`. The target wrote {NUM_PROMPTS:,} prompts itself (Magpie, 2406.08464), of which
-one in four is about a passage that it wrote, too, and gave {num_answers:,} answers of at most {SETTINGS.max_tokens}
+one in four is about a passage that it also wrote, and gave {num_answers:,} answers of at most {SETTINGS.max_tokens}
 tokens at temperature {SETTINGS.temperature}, {num_tokens:,} tokens in all: about half an hour on one core.
-Counting takes seconds. No prompt of a benchmark was among them, and no text of anybody else.
+Counting takes seconds. The prompts contain none of a benchmark, and no text of other authors.
 
 On {SETTINGS.held_out} held-out prompts of the same kind, at temperature {record.temperature:.0f}, chains of {DEPTH}:
 
-| depth | accepted of those made | tokens per round so far |
+| depth | acceptance at this depth | tokens per round up to it |
 |---|---|---|
 {rows}
 

@@ -63,23 +63,23 @@ def write_card(
     held_out = [f for f in files if f.held_out]
     target, draft = records["target"], records["draft"]
     python, distinct = platform.python_version(), figures.distinct_ngrams
-    curve = "" if target.losses else " Those of the target were not kept."
+    curve = "" if target.losses else " Those of the target were not saved."
     megabytes = sum(len(f.text.encode()) for f in files) / 1e6
     rows = "\n".join(
         f"| `{name}` | {count / 1e6:.1f} M | {figures.loss[name]:.3f} | {figures.loss_long[name]:.3f} |"
         for name, count in figures.parameters.items()
     )
     pairs = "\n".join(
-        f"| `{p.draft}` guesses for `{p.target}` | {p.acceptance:.3f} | {p.greedy_agreement:.3f} |"
+        f"| `{p.draft}` drafts for `{p.target}` | {p.acceptance:.3f} | {p.greedy_agreement:.3f} |"
         for p in figures.pairs
     )
     path.write_text(
         f"""# The stdlib family
 
 Three Llamas with one byte-level BPE of 4,096 tokens, trained on the source of the standard library of Python
-{python}. They serve to try, test and measure speculative decoding with real acceptance, on any machine and without a
-download. They write Python that looks right but should not be run. End a prompt before a line break, not after it,
-because the break and the indentation that follows are one token.
+{python}. They are for trying, testing and measuring speculative decoding with real acceptance rates, on any machine and
+without a download. They write Python that looks right but should not be run. End a prompt before a line break, not
+after it, because the break and the indentation that follows are one token.
 
 | model | parameters | held-out loss, windows of 256 tokens | of 1,024 tokens |
 |---|---|---|---|
@@ -103,27 +103,27 @@ repeats itself: acceptance at temperature 0 is therefore too favourable for ever
 
 ## Recipe
 
-`python -m recipes.stdlib` makes everything again, and continues where it was stopped.
+`python -m recipes.stdlib` repeats everything, and resumes after an interruption.
 
 1. The tokenizer, then the target: {target.steps:,} steps of {target.batch_tokens:,} tokens, windows of 256 tokens and
    in the last fifth of 1,024, every window after `<s>`; Muon for matrices, AdamW for the rest; bfloat16 autocast;
    {target.seconds / 60:.0f} minutes.
 2. The target continues {num_texts:,} beginnings of training files, at temperatures 1 and 0.7.
-3. Draft and middle learn the target's law together, {draft.steps:,} steps of {draft.batch_tokens:,} tokens, on the
-   corpus and on those texts in turn: KL for a tenth of the steps, then LK-lambda; {draft.seconds / 60:.0f} minutes.
+3. Draft and middle learn the target's distribution together, {draft.steps:,} steps of {draft.batch_tokens:,} tokens,
+   on the corpus and on those texts, alternating: KL for a tenth of the steps, then LK-lambda; {draft.seconds / 60:.0f} minutes.
 
 Times on 2 cores ({platform.machine()}), while other work ran. Positions beyond 1,024 are hardly trained. The file
-`training.json` beside each model holds its losses.{curve}
+`training.json` next to each model holds its losses.{curve}
 The curves jump where windows become longer.
 
 ![losses](losses.png)
 
 ## Another vocabulary
 
-`draft-1024` is as large as `draft` and has a vocabulary of 1,024 tokens, learned from the same files. It serves to try
-drafters with other tokens than the target's. `python -m recipes.stdlib.foreign` makes it: the tokenizer; 4,096 texts
-that the target wrote, from beginnings of training files at temperatures 1 and 0.7; 4,000 steps of 4,096 tokens of
-cross-entropy on the corpus and on those texts in turn; 23 minutes, while other work ran.
+`draft-1024` is as large as `draft` and has a vocabulary of 1,024 tokens, learned from the same files. It is for trying
+draft models with another tokenizer than the target's. `python -m recipes.stdlib.foreign` makes it: the tokenizer;
+4,096 texts that the target wrote, from beginnings of training files at temperatures 1 and 0.7; 4,000 steps of 4,096
+tokens of cross-entropy on the corpus and on those texts, alternating; 23 minutes, while other work ran.
 
 ## Licence
 

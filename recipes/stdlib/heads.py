@@ -69,7 +69,7 @@ HEADS: Mapping[str, Head] = {
         TrainSettings(steps=500, look_every=200),
         1,
         19,
-        "An adapter: a layer of 96 neurons that reads the target's states behind its second layer",
+        "An adapter: a layer of 96 neurons that reads the target's states after its second layer",
     ),
     "block": Head(
         "block",
@@ -101,7 +101,7 @@ HEADS: Mapping[str, Head] = {
         replace(QUICK, steps=2500),
         1,
         37,
-        "An MTP module of 128 neurons, used again for every guess",
+        "An MTP module of 128 neurons, used again for every draft token",
     ),
 }
 
@@ -155,7 +155,7 @@ def ship(made: Path, folder: Path) -> None:
 
 def learnt_from(settings: TrainSettings) -> str:
     """What a training learnt from, as a sentence without its end."""
-    times = "" if settings.passes == 1 else f", each answer learnt from {settings.passes} times"
+    times = "" if settings.passes == 1 else f", each answer used {settings.passes} times"
     return f"{settings.steps:,} steps of {settings.batch} answers of the target at temperature 1{times}"
 
 
@@ -175,20 +175,20 @@ def write_card(name: str, head: Head, folder: Path, figures: DrafterFigures) -> 
 It drafts for the bundled target `stdlib`, as `--draft {figures.draft}`; {size:.1f} MB.
 
 Made by this command, which `python -m recipes.stdlib.heads` runs; `corpus.jsonl` holds the training files of
-[corpus.tsv](../corpus.tsv), a text a line, and none of the held-out ones. {learnt_from(head.settings)};
+[corpus.tsv](../corpus.tsv), one text per line, without the held-out ones. {learnt_from(head.settings)};
 {head.minutes} minutes on {cores}, while other work ran.
 
 ```sh
 {head.command}
 ```
 
-On held-out files, drafts {figures.depth} deep behind 24 prompts of 96 tokens, answers of 128 tokens:
+On held-out files, with drafts {figures.depth} deep, 24 prompts of 96 tokens and answers of 128 tokens:
 
-| temperature | accepted at depth 1, 2, … | tokens per round |
+| temperature | acceptance at depth 1, 2, … | tokens per round |
 |---|---|---|
 {rows}
 
-The figures of all drafters of the family, and what their rounds cost, are in `benchmarks/RESULTS.md`.
+`benchmarks/RESULTS.md` has the figures of all drafters of the family, and the times of their rounds.
 """,
         "utf-8",
     )
