@@ -110,7 +110,8 @@ repeats itself: acceptance at temperature 0 is therefore too favourable for ever
    {target.seconds / 60:.0f} minutes.
 2. The target continues {num_texts:,} beginnings of training files, at temperatures 1 and 0.7.
 3. Draft and middle learn the target's distribution together, {draft.steps:,} steps of {draft.batch_tokens:,} tokens,
-   on the corpus and on those texts, alternating: KL for a tenth of the steps, then LK-lambda; {draft.seconds / 60:.0f} minutes.
+   on the corpus and on those texts, alternating: KL for a tenth of the steps, then LK-lambda;
+   {draft.seconds / 60:.0f} minutes.
 
 Times on 2 cores ({platform.machine()}), while other work ran. Positions beyond 1,024 are hardly trained. The file
 `training.json` next to each model holds its losses.{curve}
