@@ -98,8 +98,9 @@ def card(record: DrafterRecord, num_answers: int, num_tokens: int, num_bytes: in
     return f"""# N-grams for SmolLM2-135M-Instruct
 
 The tokens that followed the last {ORDER} tokens in answers of the model, with a probability of at least
-{LEAST_CHANCE:.0%}: `{FILE}`, {num_bytes / 1e6:.1f} MB, memory-mapped. The drafter `suffix:DIR` uses it if the text and past answers
-have few occurrences of the last tokens. `--draft auto` chooses it for this model, in every number format.
+{LEAST_CHANCE:.0%}: `{FILE}`, {num_bytes / 1e6:.1f} MB, memory-mapped. The drafter `suffix:DIR` uses it if the text
+and past answers have few occurrences of the last tokens. `--draft auto` chooses it for this model, in every number
+format.
 
 ## How it was made
 
