@@ -225,9 +225,12 @@ class BatchOptions:
     input: Annotated[
         Path | None,
         typer.Option(
-            "--input", "-i", help='Answer each line of this file: a .jsonl with "prompt" (and "id"), or a .txt.'
+            "--input",
+            "-i",
+            help='Answer each line of a file: a .jsonl with "prompt" or "messages" (and "id"), or a .txt.',
         ),
     ] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to every prompt of the file.")] = False
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum batch size (sequences generated at once).")] = 16
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the output file, and start over.")] = False
 

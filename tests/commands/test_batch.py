@@ -16,6 +16,7 @@ from forerun.commands.answer_file import AnswerFile
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
+from forerun.text.chat import ChatTemplate
 from kit.checkpoints import DATA, TARGET
 from kit.command import command, refusal
 from kit.unchecked import unchecked
@@ -260,3 +261,30 @@ def test_a_line_with_parameters_of_its_own_is_not_answered_as_if_it_had_none(
     result = run()
     assert f"{prompts}:1: max_tokens has no effect in a line" in result.stderr
     assert len(answers(prompts)) == 1
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}: {% endfor %}"
+
+
+def test_messages_and_with_chat_prompts_go_through_the_chat_template(
+    run: Callable[..., Result], prompts: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = [{"role": "user", "content": "Once"}]
+    prompts.write_text(json.dumps({"messages": talk}) + '\n{"prompt": "Once"}\n{"prompt": "Once: "}\n')
+    monkeypatch.setattr(batch, "require_template", lambda _: None)
+    monkeypatch.setattr(llm.tokenizer, "_template", ChatTemplate(TEMPLATE, "test"))
+    assert run("--temperature", "0").exit_code == 0
+    messages, prompt, rendered = [answer["text"] for answer in answers(prompts)]
+    assert messages == rendered != prompt
+    refused = run("--temperature", "0", "--chat")
+    assert "another prompt than line 2 of the input" in refused.stderr
+    assert run("--temperature", "0", "--chat", "--fresh").exit_code == 0
+    assert [answer["text"] for answer in answers(prompts)[:2]] == [messages, messages]
+    monkeypatch.setattr(llm.tokenizer, "_template", ChatTemplate(TEMPLATE + "x", "test"))
+    assert "other settings (template)" in run("--temperature", "0", "--chat").stderr
+
+
+def test_messages_of_a_model_without_a_template_are_refused_before_it_is_loaded(prompts: Path) -> None:
+    prompts.write_text('{"messages": [{"role": "user", "content": "Once"}]}\n')
+    assert "no chat template" in refusal("generate", "-m", str(TARGET), "-i", str(prompts))
+    assert "forerun chat" in refusal("generate", "-m", str(TARGET), "--chat", "Once")

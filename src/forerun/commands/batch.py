@@ -15,16 +15,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import typer
 from rich.console import Console
 
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta
+from forerun.bench.material import messages_of
 from forerun.card import AnswerTiming, run_card
 from forerun.commands.answer_file import AnswerFile, digest_of
-from forerun.commands.answering import build_llm, llm_arguments, setting_of, stats_object
+from forerun.commands.answering import build_llm, llm_arguments, require_template, setting_of, stats_object
 from forerun.commands.running import Result, patient_interrupt
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
@@ -34,7 +35,7 @@ from forerun.output import Answers
 from forerun.progress import LoadingBar
 from forerun.prove.prompts import at_line, file_lines, object_of, prompt_of, text_of
 from forerun.replicas.settings import ReplicaSettings
-from forerun.request import Request
+from forerun.request import Conversation, Request
 from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
 
@@ -46,11 +47,17 @@ MOST_SHOWN = 20  # skipped lines that are reported individually
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt, with its line number in the input and its id."""
+    """A prompt (text, token ids or a conversation), with its line number in the input and its id."""
 
     line: int
     id: Any
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | Conversation
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The messages of a conversation, to be rendered by the chat template; None for text and token ids."""
+        talks = not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
+        return cast(Conversation, self.prompt) if talks else None
 
 
 @dataclass(slots=True)
@@ -109,13 +116,17 @@ def run_batch(
     assert batch.input is not None, "a batch has an input"
     SamplingParams(**how.sampling())  # raises before anything is loaded
     tally = BatchTally()
-    tasks = list(read_tasks(batch.input, tally))
+    tasks = list(read_tasks(batch.input, tally, batch.chat))
+    if any(task.conversation for task in tasks):
+        require_template(where.spec)  # before the weights are loaded
     file = None if output is None else AnswerFile.open(output, batch.fresh)
     finished = False
     errors = Console(stderr=True, no_color=how.raw or None)
     try:
         with batch_engine(where, batch, engines, errors) as (llm, engine):
             settings, seed = settings_of(llm, where, how), first_seed(how.seed, file)
+            if any(task.conversation for task in tasks):
+                settings |= {"template": llm.tokenizer.template().digest()}
             if file is not None:
                 file.check(settings | {"seed": seed}, {task.line: digest_of(task.prompt) for task in tasks})
             done = frozenset(() if file is None else file.digests)
@@ -157,16 +168,23 @@ def batch_engine(
         yield model, shared
 
 
-def read_tasks(path: Path, tally: BatchTally) -> Iterator[Task]:
-    """The prompts of a .jsonl or .txt file; invalid lines are reported, empty ones are ignored."""
+def read_tasks(path: Path, tally: BatchTally, chat: bool) -> Iterator[Task]:
+    """The prompts of a .jsonl or .txt file; invalid lines are reported, empty ones are ignored.
+
+    With `chat` a text is a user's message.
+    """
     for number, line in enumerate(file_lines(path, "input"), start=1):
         if not line.strip():
             continue
         tally.num_lines += 1
         try:
-            yield task_of(line, number, path)
+            task = task_of(line, number, path)
         except InvalidRequest as error:
             tally.skip(str(error).removeprefix("prompts: "))
+            continue
+        if chat and isinstance(task.prompt, str):
+            task = replace(task, prompt=[{"role": "user", "content": task.prompt}])
+        yield task
 
 
 def task_of(line: bytes, number: int, path: Path) -> Task:
@@ -180,6 +198,8 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
             if field_name in SAMPLING:
                 problem = "has no effect in a line: leave it out, and give options of the command for all lines"
                 raise InvalidRequest("prompts", f"{field_name} {problem}")
+        if "messages" in named:
+            return Task(number, named.get("id", number), messages_of(named["messages"]))
         ids = named.get("prompt_token_ids")
         if ids is None:
             return Task(number, named.get("id", number), prompt_of(named))
@@ -276,7 +296,8 @@ class Job:
         while len(self.open) < most and (task := next(tasks, None)) is not None:
             seed = (self.settings["seed"] + task.line - 1) % 2**64
             try:
-                answers = self.llm.ask([Request.of(task.prompt, replace(self.params, seed=seed))])
+                prompt = task.prompt if task.conversation is None else self.llm.chat_prompt(task.conversation)
+                answers = self.llm.ask([Request.of(prompt, replace(self.params, seed=seed))])
             except InvalidRequest as error:
                 bar.stop()
                 self.tally.skip(f"line {task.line}: {error}")

@@ -48,6 +48,8 @@ def generate(
         generate_batch(where, how, batch, replicas, output, prompt)
     elif replicas.replicas:
         raise InvalidRequest("replicas", "they share the lines of a file: name one by --input, or leave them out.")
+    elif batch.chat:
+        raise InvalidRequest("chat", "it is for the lines of a file: name one by --input, or use forerun chat.")
     else:
         text, result = read_prompt(prompt), Result.of(output)
         with importing():
