@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import typer
 from rich.console import Console
@@ -47,17 +47,17 @@ MOST_SHOWN = 20  # skipped lines that are reported individually
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt (text, token ids or a conversation), with its line number in the input and its id."""
+    """A prompt, or messages for the chat template, with its line number in the input and its id."""
 
     line: int
     id: Any
-    prompt: str | tuple[int, ...] | Conversation
+    prompt: str | tuple[int, ...] = ()
+    messages: Conversation = ()
 
     @property
-    def conversation(self) -> Conversation | None:
-        """The messages of a conversation, to be rendered by the chat template; None for text and token ids."""
-        talks = not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
-        return cast(Conversation, self.prompt) if talks else None
+    def digest(self) -> str:
+        """A digest of the prompt or the messages."""
+        return digest_of(self.messages or self.prompt)
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ def run_batch(
     SamplingParams(**how.sampling())  # raises before anything is loaded
     tally = BatchTally()
     tasks = list(read_tasks(batch.input, tally, batch.chat))
-    if any(task.conversation for task in tasks):
+    if any(task.messages for task in tasks):
         require_template(where.spec)  # before the weights are loaded
     file = None if output is None else AnswerFile.open(output, batch.fresh)
     finished = False
@@ -125,10 +125,10 @@ def run_batch(
     try:
         with batch_engine(where, batch, engines, errors) as (llm, engine):
             settings, seed = settings_of(llm, where, how), first_seed(how.seed, file)
-            if any(task.conversation for task in tasks):
+            if any(task.messages for task in tasks):
                 settings |= {"template": llm.tokenizer.template().digest()}
             if file is not None:
-                file.check(settings | {"seed": seed}, {task.line: digest_of(task.prompt) for task in tasks})
+                file.check(settings | {"seed": seed}, {task.line: task.digest for task in tasks})
             done = frozenset(() if file is None else file.digests)
             tally.num_before = len(done)
             params = replace(llm.get_default_sampling_params(), **how.sampling())
@@ -182,8 +182,8 @@ def read_tasks(path: Path, tally: BatchTally, chat: bool) -> Iterator[Task]:
         except InvalidRequest as error:
             tally.skip(str(error).removeprefix("prompts: "))
             continue
-        if chat and isinstance(task.prompt, str):
-            task = replace(task, prompt=[{"role": "user", "content": task.prompt}])
+        if chat and isinstance(task.prompt, str):  # not token ids, nor messages
+            task = replace(task, messages=[{"role": "user", "content": task.prompt}])
         yield task
 
 
@@ -199,7 +199,7 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
                 problem = "has no effect in a line: leave it out, and give options of the command for all lines"
                 raise InvalidRequest("prompts", f"{field_name} {problem}")
         if "messages" in named:
-            return Task(number, named.get("id", number), messages_of(named["messages"]))
+            return Task(number, named.get("id", number), messages=messages_of(named["messages"]))
         ids = named.get("prompt_token_ids")
         if ids is None:
             return Task(number, named.get("id", number), prompt_of(named))
@@ -296,7 +296,7 @@ class Job:
         while len(self.open) < most and (task := next(tasks, None)) is not None:
             seed = (self.settings["seed"] + task.line - 1) % 2**64
             try:
-                prompt = task.prompt if task.conversation is None else self.llm.chat_prompt(task.conversation)
+                prompt = self.llm.chat_prompt(task.messages) if task.messages else task.prompt
                 answers = self.llm.ask([Request.of(prompt, replace(self.params, seed=seed))])
             except InvalidRequest as error:
                 bar.stop()
@@ -319,7 +319,7 @@ class Job:
             "stop_reason": sample.stop_reason,
             "num_prompt_tokens": len(output.prompt_token_ids),
             "seed": output.seed,
-            "prompt_digest": digest_of(task.prompt),
+            "prompt_digest": task.digest,
             "settings": dict(self.settings),
         }
         if self.file is None:
