@@ -33,7 +33,7 @@ from forerun.draft.model.model import ModelDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.request_check import RequestChecker
 from forerun.kernels.sampling import find_sampling_kernels
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner, Tail
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
@@ -83,9 +83,9 @@ class ReadyRunner(Runner):
         reads: Sequence[Read],
         taps: Sequence[int] = (),
         drawn: DeviceTokens | None = None,
-        begun: PartialPass | None = None,
+        partial: PartialPass | None = None,
         inputs: Tensor | None = None,
-    ) -> States:
+    ) -> Outputs:
         started = time.perf_counter()
         if self.weights is not None:
             self.weights.sum()
@@ -93,7 +93,7 @@ class ReadyRunner(Runner):
         for read in reads:
             self.tails.setdefault(read.seq_id, Tail(0)).grow(read.parents, len(read.tokens))
         judged = [read.tokens[i] % CONTEXTS for read in reads for i in read.judged]
-        states = States(self.table[torch.tensor(judged, dtype=torch.long)], torch.empty(0, 1), None)
+        states = Outputs(self.table[torch.tensor(judged, dtype=torch.long)], torch.empty(0, 1), None)
         self.clock.passes += time.perf_counter() - started
         return states
 

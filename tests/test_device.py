@@ -117,7 +117,7 @@ def test_missing_triton_is_named_with_the_fix(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_fp8_is_for_gpus() -> None:
-    with pytest.raises(InvalidRequest, match=r"'fp8' is for GPUs: use int8 or int4"):
+    with pytest.raises(InvalidRequest, match=r"'fp8' is for GPUs only: use int8 or int4"):
         Blueprint.of(str(TARGET), quantize="fp8")
     assert (
         Blueprint.of(str(TARGET), quantize="fp8", device=Placement(torch.device("cpu"), fixed=True)).quantize == "fp8"
@@ -130,7 +130,7 @@ def test_compiled_kernels_are_for_plain_passes_on_cpus() -> None:
         Blueprint.of(str(TARGET), kernels="native", device=fixed)
     there, here = Blueprint.of(str(TARGET), device=fixed), Blueprint.of(str(TARGET))
     assert isinstance(there.load(64).decoder.executor, TorchExecutor)
-    assert there.computed_by == f"torch, {fixed.label}"
+    assert there.backend_name == f"torch, {fixed.label}"
     assert there.fingerprint() != here.fingerprint()
 
 

@@ -109,20 +109,20 @@ class Switch:
     def waited(self, *arguments: Any) -> Chains | None:
         """The chains, when the host has their guesses, which it does not use."""
         chains = self.draw_chains(*arguments)
-        if chains is not None and chains.guesses is not None:
-            chains.guesses.tolist()
+        if chains is not None and chains.draft_tokens is not None:
+            chains.draft_tokens.tolist()
             self.num_switched += 1
         return chains
 
     def seen(self, draws: Draws, *arguments: Any) -> Chains | None:
         """The chains with their guesses on the host alone."""
         chains = self.draw_chains(draws, *arguments)
-        if chains is None or chains.guesses is None:
+        if chains is None or chains.draft_tokens is None:
             return chains
         assert not chains.laws, "no laws are drawn from"
         self.num_switched += 1
         trees = []
-        for row, tree, drawn in zip(draws.rows, chains.trees, chains.guesses.tolist(), strict=True):
+        for row, tree, drawn in zip(draws.rows, chains.trees, chains.draft_tokens.tolist(), strict=True):
             guesses = drawn[: len(tree.tokens) - 1]
             assert min(guesses, default=0) >= 0, "every guess was drawn"
             trees.append(HostTree([row.tokens[-1], *guesses], list(tree.parents)))

@@ -16,7 +16,7 @@ from typing import Any
 
 from forerun.fields import Fields
 from forerun.models.config import ModelConfig, config_of, read_config
-from forerun.models.projections import num_idle, products
+from forerun.models.projections import num_inactive, products
 
 DATASHEETS: Any = json.loads(Path(__file__).with_name("datasheets.json").read_text(encoding="utf-8"))
 EAGLE_VOCAB = 32_000  # ids that an EAGLE-3 head guesses among, as its authors publish them
@@ -46,7 +46,7 @@ class Shape:
         form = (config.layers, config.hidden, config.heads * config.head_dim, config.kv_heads, config.head_dim)
         if experts is None:
             return cls(*form, taken, head)
-        expert = num_idle(config) / (experts.count - experts.active) / len(experts.layers)
+        expert = num_inactive(config) / (experts.count - experts.active) / len(experts.layers)
         dense = taken - expert * experts.active * len(experts.layers)
         return cls(*form, dense, head, expert, experts.count, experts.active)
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.accept.outcome import Stats
-from forerun.models.generation import described
+from forerun.models.generation import format_params
 from forerun.report import counted, fact_table
 
 STYLES = {
@@ -119,7 +119,7 @@ def run_card(
         card.add_row("", setting.forecast)
     card.add_row("verification", setting.verification)
     if setting.defaults:
-        text = f"{described(setting.defaults, ' ')} (used if not set here; --generation-config none ignores them)"
+        text = f"{format_params(setting.defaults, ' ')} (used if not set here; --generation-config none ignores them)"
         card.add_row("model's defaults", Text(text))
     if timing.num_tokens:
         times = f"{counted(timing.num_tokens, 'token')} in {timing.total_s:.2f} s, first after {timing.first_s:.2f} s"

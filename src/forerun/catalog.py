@@ -82,7 +82,7 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
         family=target.config.family,
         parameters=count_parameters(target.config),
         number_format=target.format,
-        kernels=target.computed_by,
+        kernels=target.backend_name,
         weights_bytes=memory.weights_bytes,
         token_bytes=memory.bytes_per_token,
         context=target.config.max_positions,
@@ -160,7 +160,7 @@ def models_here() -> Iterator[ModelHere]:
     seen = set[Path]()
     for index in sorted(cache_folder("gguf").glob(f"*/{INDEX}"), key=changed_s, reverse=True):
         try:
-            file = min(place.file for tensor in stored_tensors(index.parent).values() for place in tensor.places)
+            file = min(place.file for tensor in stored_tensors(index.parent).values() for place in tensor.locations)
         except (ForerunError, ValueError):
             continue
         if file.exists() and file not in seen:

@@ -45,7 +45,7 @@ from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.machine import Machine
 from forerun.models.generation import FILE as GENERATION_FILE
-from forerun.models.generation import GenerationDefaults, described
+from forerun.models.generation import GenerationDefaults, format_params
 from forerun.models.loading import Blueprint
 from forerun.models.shards.worker import serve_started_rank
 from forerun.models.spec import ModelSpec
@@ -127,7 +127,7 @@ class LLM:
             draft = settled_draft(draft, target)
             drafter = draft_plan(draft, DraftContext(target, self.tokenizer, report))
             self.name, self.draft_name = target.name, draft_label(draft)
-            self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.computed_where
+            self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.backend_and_ranks
             self.measured = str(target.choice)
             self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
             runner = target.load(self.plan.cache_tokens, report, self.plan.max_model_len)
@@ -149,7 +149,7 @@ class LLM:
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
             max_length=self.plan.max_model_len,
-            eos_ids=target.ends(self.tokenizer),
+            eos_ids=target.end_ids(self.tokenizer),
             default=default,
             drafter_names=self.drafter.names if self.drafter else (),
             default_params=self.generation_defaults.params(),
@@ -171,7 +171,7 @@ class LLM:
             level = logging.INFO if any(each.depth for each in self.forecasts) else logging.WARNING
             logger.log(level, "%s", forecast_line(self.forecasts))
         if self.generation_defaults.given:
-            defaults = described(self.generation_defaults.given, "=")
+            defaults = format_params(self.generation_defaults.given, "=")
             logger.info("defaults of requests: %s, from the model's generation_config.json", defaults)
         for problem in self.generation_defaults.problems:
             logger.warning("%s", problem)

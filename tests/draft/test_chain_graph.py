@@ -11,7 +11,7 @@ from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
-from forerun.models.chains import SameIds, Start
+from forerun.models.chains import ChainStart, SameIds
 from forerun.models.loading import Blueprint
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
@@ -116,12 +116,12 @@ def test_confirmed_guesses_stay_read_though_the_host_saw_them_late(runner: Graph
 
 def test_what_a_graph_cannot_do_is_left_alone(runner: GraphRunner) -> None:
     drafter = make(runner, num_tokens=32)
-    logits, starts, ids = torch.zeros(2, VOCAB), [Start(0, 0, 2), Start(1, 1, 2)], SameIds(VOCAB, VOCAB)
+    logits, starts, ids = torch.zeros(2, VOCAB), [ChainStart(0, 0, 2), ChainStart(1, 1, 2)], SameIds(VOCAB, VOCAB)
     draw = partial(drafter.runner.draw_chains, logits=logits, ids=ids)
     assert draw(draws_of(rejection=True), starts) is None
     processed = (replace(PARAMS[0], logits_processors=(lambda _text, logits: logits,)), *PARAMS[1:])
     assert draw(draws_of(processed), starts) is None
-    assert draw(draws_of(), [Start(0, 0, 90), Start(1, 1, 90)]) is None
-    assert draw(draws_of(), [Start(0, 0, 2, 0.5), Start(1, 1, 2)]) is None
+    assert draw(draws_of(), [ChainStart(0, 0, 90), ChainStart(1, 1, 90)]) is None
+    assert draw(draws_of(), [ChainStart(0, 0, 2, 0.5), ChainStart(1, 1, 2)]) is None
     drafter.runner.cache.check()
     assert drafter.runner.cache.num_rows == 0

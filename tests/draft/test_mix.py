@@ -21,7 +21,7 @@ from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.llm import LLM
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner
 from forerun.request import Request
@@ -335,7 +335,7 @@ def resumed(engine: Engine) -> list[PartialPass]:
 
     def counted(
         reads: Sequence[Read], taps: Sequence[int], drawn: DeviceTokens | None, begun: PartialPass | None
-    ) -> States:
+    ) -> Outputs:
         found.extend([] if begun is None else [begun])
         left = [engine.runner.cache.tail(r.seq_id) if r.seq_id in engine.runner.cache else 0 for r in reads]
         assert left == ([0] * len(reads) if begun is None else begun.counts)

@@ -15,7 +15,7 @@ from forerun.draft.base import Budget, Committed, Draft, Judge, JudgeLogits, Que
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.chains import Chains
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
 from kit.assertions import assert_same
@@ -184,7 +184,7 @@ def test_a_draft_says_how_long_its_passes_took(
             took_s.append(2.0 ** -len(took_s))
             now_s += took_s[-1]
 
-        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> States:
+        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> Outputs:
             self.take()
             return super().read(reads, taps, drawn)
 

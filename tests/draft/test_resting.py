@@ -14,7 +14,7 @@ from forerun.draft.model import follower, unread_states
 from forerun.draft.model.follower import Follower
 from forerun.drafters import plan_drafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.runner import Read, Runner
 from kit.assertions import assert_same
 from kit.texts import VOCAB, story
@@ -54,7 +54,7 @@ def watched(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each pass of a runner will have read."""
     read, counts = runner.read, list[int]()
 
-    def counted(reads: Sequence[Read], **more: Any) -> States:
+    def counted(reads: Sequence[Read], **more: Any) -> Outputs:
         counts.append(sum(len(each.tokens) for each in reads))
         return read(reads, **more)
 

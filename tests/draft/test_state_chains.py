@@ -13,7 +13,7 @@ from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library
 from forerun.llm import LLM
 from forerun.models.chains import Chains
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
@@ -129,7 +129,7 @@ def test_a_round_reads_its_text_once_and_draws_in_one_call(
     assert isinstance(drafter, StateFollower)
     reading, drawing, passes, texts = drafter.runner.read, drafter.runner.draw_chains, list[int](), list[int]()
 
-    def read(reads: Sequence[Read], **options: Any) -> States:
+    def read(reads: Sequence[Read], **options: Any) -> Outputs:
         passes.append(sum(len(read.tokens) for read in reads))
         return reading(reads, **options)
 

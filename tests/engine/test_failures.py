@@ -26,7 +26,7 @@ from forerun.engine.sequence import ActiveSequences, Status
 from forerun.engine.sequence import Sequence as TextSequence
 from forerun.errors import ModelError, ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel
 from forerun.llm import LLM
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.runner import Read, Runner
 from forerun.output import RequestOutput
 from forerun.request import Request
@@ -201,11 +201,11 @@ def test_a_controller_that_always_fails_costs_nobody_a_token(where: str, monkeyp
     assert_empty(llm)
 
 
-def breaks_on(runner: Runner, culprit: Callable[[Read], bool]) -> Callable[..., States]:
+def breaks_on(runner: Runner, culprit: Callable[[Read], bool]) -> Callable[..., Outputs]:
     """The runner's read, which raises where a certain one is among those that are to be read."""
     honest = runner.read
 
-    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> States:
+    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> Outputs:
         if any(map(culprit, reads)):
             raise Sabotage("its data breaks the pass")
         return honest(reads, *args, **kwargs)
@@ -263,7 +263,7 @@ def test_a_model_without_a_law_for_one_sequence_ends_that_request_alone(
     expected, honest = (llm.generate(PROMPTS[0], each)[0].outputs[0].token_ids for each in (params, other))
     cache, read, broken = llm.engine.runner.cache, Runner.read, list[int]()
 
-    def poisoned(self: Runner, reads: Sequence[Read], *others: Any, **named: Any) -> States:
+    def poisoned(self: Runner, reads: Sequence[Read], *others: Any, **named: Any) -> Outputs:
         late = [s.id for s in llm.engine.sequences.values() if s.request_id in broken and s.num_output >= NUM_GOOD]
         sick = [own.seq_id for own in reads if own.seq_id in late and self is llm.engine.runner]
         for seq_id in sick:
@@ -420,7 +420,7 @@ def test_a_batch_that_breaks_where_each_alone_does_not_goes_on_to_the_end(monkey
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     honest = llm.engine.runner.read
 
-    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> States:
+    def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> Outputs:
         if len(reads) > 3:
             raise torch.OutOfMemoryError("on purpose")
         return honest(reads, *args, **kwargs)

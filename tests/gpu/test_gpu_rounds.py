@@ -25,7 +25,7 @@ from forerun.models.backends.gpu.chain_tables import ChainShape
 from forerun.models.backends.gpu.fixed import Inputs, Layout
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.verdicts import VerdictGraph, VerdictShape
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.runner import Read
 from forerun.output import RequestOutput
 from forerun.prove.plain import last_logits
@@ -386,7 +386,7 @@ def test_a_rounds_times_are_the_devices(
     assert isinstance(runner, GraphRunner)
     run = runner.run
 
-    def slow(inputs: Inputs, taps: tuple[int, ...]) -> States:
+    def slow(inputs: Inputs, taps: tuple[int, ...]) -> Outputs:
         torch.cuda._sleep(20_000_000)  # cycles: 10 ms at 2 GHz
         return run(inputs, taps)
 

@@ -24,7 +24,7 @@ from forerun.engine.engine import Engine
 from forerun.errors import WrongTarget
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.batch import TokenBatch
-from forerun.models.decoder import Decoder, Hidden
+from forerun.models.decoder import Decoder, LayerOutputs
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
@@ -122,7 +122,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
     def counting(
         self: Decoder, batch: TokenBatch, *rest: object, layers: range | None = None, **more: object
-    ) -> Hidden:
+    ) -> LayerOutputs:
         through = layers or range(self.config.layers)
         work.passes.append((len(batch.tokens), through.start, through.stop))
         return forward(self, batch, *rest, layers=layers, **more)  # type: ignore[arg-type]

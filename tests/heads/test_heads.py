@@ -195,7 +195,7 @@ REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[Mode
     ("eagle-3", {}, {"input_norm.weight": torch.ones(192)}, UnsupportedModel, "input_norm.weight is none of"),
     ("eagle-3", {"vocab_size": 999}, {}, UnsupportedModel, "vocab_size is 999"),
     ("eagle-3", {"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
-    ("eagle-3", {"draft_vocab_size": 300}, {}, ModelError, "promises"),
+    ("eagle-3", {"draft_vocab_size": 300}, {}, ModelError, "config.json needs"),
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, UnsupportedModel, "from 0 to 5.*for this target"),
     ("eagle-3", {"eagle_aux_hidden_state_layer_ids": 5}, {}, UnsupportedModel, "from 0 to 5"),
     ("eagle-3", {}, {"lm_head.weight": None, "d2t": None}, UnsupportedModel, "no tensor d2t"),

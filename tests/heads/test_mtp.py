@@ -231,7 +231,7 @@ def test_layers_behind_the_last_one_that_are_no_modules_are_still_told(
     folder = shipped_with(TARGET, tmp_path / "target", 1, "deepseek")
     rewritten(folder, {f"model.layers.{LAYERS}.eh_proj.weight": None}, {})
     Blueprint.of(str(folder), dtype="float32")
-    assert "are not read" in caplog.text
+    assert "are not used" in caplog.text
     with pytest.raises(UnsupportedModel, match="promises 1: a conversion dropped them"):
         LLM(str(folder), "mtp", dtype="float32")
 

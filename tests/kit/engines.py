@@ -5,8 +5,8 @@ from functools import cache
 from typing import Any
 
 from forerun.llm import LLM
-from forerun.models.chains import Chains, Start
-from forerun.models.decoder import States
+from forerun.models.chains import Chains, ChainStart
+from forerun.models.decoder import Outputs
 from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
@@ -40,13 +40,13 @@ class CountingRunner(Runner):
 
     num_passes = num_read = 0
 
-    def read(self, reads: Sequence[Read], *rest: Any, **more: Any) -> States:
+    def read(self, reads: Sequence[Read], *rest: Any, **more: Any) -> Outputs:
         states = super().read(reads, *rest, **more)
         self.num_passes += 1
         self.num_read += sum(len(read.tokens) for read in reads)
         return states
 
-    def draw_chains(self, draws: Draws, starts: Sequence[Start], *rest: Any) -> Chains | None:
+    def draw_chains(self, draws: Draws, starts: Sequence[ChainStart], *rest: Any) -> Chains | None:
         chains = super().draw_chains(draws, starts, *rest)
         self.num_read += sum(chains.num_read.values()) if chains else 0
         return chains

@@ -33,9 +33,9 @@ def in_gguf(folder: Path, name: str, architecture: str, number_format: str, **si
     """A file of a random model."""
     family = FAMILIES[architecture]
     rope = {"rope_type": "default", "rope_theta": 1e4, **family.rope}
-    rope |= {} if family.rotary is None else {"partial_rotary_factor": family.rotary}
+    rope |= {} if family.rotary_share is None else {"partial_rotary_factor": family.rotary_share}
     usual = {"model_type": family.name, "mlp_only_layers": [], "rope_parameters": rope} | SIZES
-    usual |= {} if family.sparse else {"num_experts": None}
+    usual |= {} if family.moe else {"num_experts": None}
     source = write_architecture(folder / "source", architecture, **usual | sizes)
     metadata = metadata_of(read_json(source / "config.json")) | vocabulary(TARGET)
     return write_gguf(source, folder / "model.gguf", name, metadata, number_format)
@@ -94,5 +94,5 @@ def test_guesses_change_no_token_of_what_stays_as_it_is_stored(name: str, tmp_pa
         assert llm.stats.num_drafted > 0, draft
         assert llm.stats.num_accepted > 0 or not draft.startswith("model"), draft
         llm.close()
-    if Blueprint.of(model).as_stored:
+    if Blueprint.of(model).keeps_groups:
         assert LLM(model, quantize="int8", **options).generate(prompts, params)

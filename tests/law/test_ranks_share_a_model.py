@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCapture
             assert tokens_of(llm, kill) == plain
             assert process not in free_cores().helpers
         assert llm.engine.drafter is not None
-    assert caplog.text.count("all of them are started again") == 2
+    assert caplog.text.count("all ranks are started again") == 2
     assert free_cores().helpers <= before
 
 

@@ -12,7 +12,7 @@ from forerun.models.backends.torch_cpu.backend import TorchBackend
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
 from forerun.models.experts_config import ExpertsConfig
-from forerun.models.families import BY_NUMBER
+from forerun.models.families import NUMBERED_MOE
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
@@ -58,7 +58,7 @@ def decoders(dtype: torch.dtype, stories: ModelConfig) -> list[Decoder]:
         stories, max_positions=2048, intermediate=83, windows=(None, 700, 37, None, 512), qkv_bias=True, qk_norm=True
     )
     experts = ExpertsConfig(
-        BY_NUMBER,
+        NUMBERED_MOE,
         layers=(0, 2, 3),
         count=6,
         active=2,

@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.models.backends.invariance import cancelling_scores, cancelling_values
 from forerun.models.backends.torch_cpu import attention
 from forerun.models.backends.torch_cpu.attention import attend, attend_path, query_rule
-from forerun.models.batch import Copy, QueryRule
+from forerun.models.batch import QueryRule, SlotCopy
 from forerun.models.runner import make_paths
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -64,7 +64,7 @@ def test_attention_is_the_weighted_sum_of_what_is_seen(rule: QueryRule, cap: flo
 
 
 def test_a_path_in_pieces_is_laid_out_once() -> None:
-    copy = Copy([9, 8], 5)
+    copy = SlotCopy([9, 8], 5)
     paths = make_paths(list(range(3, 22)), list(range(100, 119)), 64, QueryRule(8, 8), copy)
     assert [path.copy for path in paths] == [copy, None, None]
     assert [query for path in paths for query in path.queries] == list(range(3, 22))

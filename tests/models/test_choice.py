@@ -65,7 +65,7 @@ def test_times_are_measured_once_for_every_layer(
     assert first.advantage is not None
     assert set(said) == {"measuring kernels, once on this machine True"}
     assert len(choice.read_times()) >= 2 * len(said)
-    monkeypatch.setattr(choice, "measured", lambda *_: pytest.fail("measured a second time"))
+    monkeypatch.setattr(choice, "measure", lambda *_: pytest.fail("measured a second time"))
     assert choose_backend("auto", dtypes, None, config) == first
     assert "times as fast as" in str(first)
     monkeypatch.undo()
@@ -81,19 +81,19 @@ def test_times_are_measured_once_for_every_layer(
 @pytest.mark.parametrize("by", ["native", "torch"])
 def test_a_faster_backend_is_what_loads(by: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever that is: the blueprint, the decoder and the fingerprint are of it, and drafts may differ from it."""
-    monkeypatch.setattr(choice, "measured", lambda found, *_: {b: [0.1 if b.kernels == by else 1.0] * 4 for b in found})
+    monkeypatch.setattr(choice, "measure", lambda found, *_: {b: [0.1 if b.kernels == by else 1.0] * 4 for b in found})
     monkeypatch.setattr(choice, "is_packed", lambda *_: True)
     blueprint, forced = Blueprint.of(str(TARGET)), Blueprint.of(str(TARGET), kernels=by)
     assert blueprint.kernels == forced.kernels == by
     assert isinstance(blueprint.load(64).decoder.executor, NativeExecutor) == (by == "native")
     assert blueprint.fingerprint() == forced.fingerprint()
-    assert blueprint.computed_by == forced.computed_by
+    assert blueprint.backend_name == forced.backend_name
     assert blueprint.sampling_kernels() is not None
 
 
 @NATIVE
 def test_what_was_asked_for_is_not_measured(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "measured", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(choice, "measure", lambda *_: pytest.fail("measured"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert choose_backend("native", (dtype,), None, config) == BackendChoice(BackendKind("native", dtype))
         assert choose_backend("torch", (dtype,), None, config) == BackendChoice(BackendKind("torch", dtype))
@@ -113,7 +113,7 @@ def test_float16_competes_with_float32(cache: Path, config: ModelConfig, monkeyp
         seen.update(backends)
         return {backend: [1.0 if backend.dtype == torch.float16 else 0.1] * 4 for backend in backends}
 
-    monkeypatch.setattr(choice, "measured", measured)
+    monkeypatch.setattr(choice, "measure", measured)
     found = choose_backend("auto", number_formats("auto", of_half), None, of_half)
     assert found.backend == BackendKind("native", torch.float32)
     assert BackendKind("native", torch.float16) in seen

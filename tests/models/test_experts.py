@@ -17,7 +17,7 @@ from forerun.models.backends.native_check import checked
 from forerun.models.backends.torch_cpu.linear import make_linear
 from forerun.models.backends.torch_cpu.mlp import choose_experts
 from forerun.models.config import read_config
-from forerun.models.families import STACKED
+from forerun.models.families import STACKED_MOE
 from forerun.models.layer import Router
 from forerun.models.loading import Blueprint
 from forerun.models.projections import LayerTable, tensor_shapes
@@ -133,8 +133,9 @@ def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
             each = [getattr(mlp, part).weights() for mlp in table.experts]
             return torch.stack([torch.cat([stored.pop(prefix + name) for name in weights]) for weights in each])
 
-        stored[prefix + STACKED.gate_up[0]], stored[prefix + STACKED.down] = all_of("gate_up"), all_of("down")
-        stored[f"{prefix}{STACKED.router}.weight"] = stored.pop(f"{prefix}{names.router}.weight")
+        gate_up, down = all_of("gate_up"), all_of("down")
+        stored[prefix + STACKED_MOE.gate_up[0]], stored[prefix + STACKED_MOE.down] = gate_up, down
+        stored[f"{prefix}{STACKED_MOE.router}.weight"] = stored.pop(f"{prefix}{names.router}.weight")
     return stored
 
 
@@ -145,7 +146,7 @@ def test_experts_in_one_tensor_are_the_same_experts(folders: dict[str, Path], fa
     save_file(in_stacks(folder, family), folder / "model.safetensors")
     blueprint = Blueprint.of(str(folder), kernels="torch")
     assert blueprint.config.experts is not None
-    assert blueprint.config.experts.names == STACKED
+    assert blueprint.config.experts.names == STACKED_MOE
     assert tensor_shapes(blueprint.config).keys() == load_file(folder / "model.safetensors").keys()
     numbered = logits_in_pieces(load(folders[family], "torch"), text(20), [20])
     assert torch.equal(logits_in_pieces(blueprint.load(64), text(20), [20]), numbered)

@@ -10,7 +10,7 @@ import tokenizers
 
 from forerun.errors import TokenizerError
 from forerun.models.config import read_config
-from forerun.models.fit import check_fit, ends_of
+from forerun.models.fit import check_fit, find_end_ids
 from forerun.models.loading import Blueprint
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
@@ -46,14 +46,14 @@ def test_what_real_checkpoints_do_is_fine(
 @pytest.mark.parametrize(("ordinary", "added", "rows"), [(513, 0, 512), (4096, 0, 512), (512, 200, 512), (512, 2, 400)])
 def test_ids_that_the_model_cannot_have_are_refused(ordinary: int, added: int, rows: int) -> None:
     config = replace(read_config(TARGET), vocab_size=rows)
-    with pytest.raises(TokenizerError, match=rf"tokenizer\.json has {ordinary + added} ids, and M has rows for {rows}"):
+    with pytest.raises(TokenizerError, match=rf"json has {ordinary + added} ids, and M has {rows} embedding rows"):
         check_fit(with_ids(ordinary, added), TARGET, config, "M")
 
 
 def test_far_fewer_ids_than_rows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     config = replace(read_config(TARGET), vocab_size=4096)
     check_fit(with_ids(512), TARGET, config, "M")
-    assert "has 512 ids for the 4096 rows of M" in caplog.text
+    assert "has 512 ids, far fewer than the 4096 embedding rows of M" in caplog.text
 
 
 def test_a_blueprint_checks_its_tokenizer(tmp_path: Path) -> None:
@@ -85,28 +85,28 @@ def test_the_tokenizers_own_end_ends_answers_too_and_is_told_of_once(
 ) -> None:
     """As vLLM has it: of many chat models the tokenizer alone names the token that ends a turn."""
     model = chat_model(tmp_path / "model", TARGET, 1, where, "</s>")
-    assert model.ends(model.tokenizer()) == (1, 2)
+    assert model.end_ids(model.tokenizer()) == (1, 2)
     (record,) = caplog.records
     sentence = record.getMessage()
-    for part in ("tokenizer_config.json names the end '</s>'", f"{where} names '<s>'", "answers end at either"):
+    for part in ("tokenizer_config.json has the end token '</s>'", f"{where} has '<s>'", "both end an answer"):
         assert part in sentence
 
 
 @pytest.mark.parametrize("ends", [2, [2], [1, 2], [2, 511]])
 def test_ends_that_agree_are_not_told_of(ends: object, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = chat_model(tmp_path / "model", TARGET, ends, "config.json", "</s>")
-    assert model.ends(model.tokenizer()) == tuple(ends if isinstance(ends, list) else [ends])
+    assert model.end_ids(model.tokenizer()) == tuple(ends if isinstance(ends, list) else [ends])
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
     ("ends", "tokenizer_end", "found", "told"),
     [
-        (None, None, (), "names no end: generation ends only at max_tokens"),
-        ([], None, (), "names no end: generation ends only at max_tokens"),
-        (512, None, (), "gives eos_token_id (512,) for a vocabulary of 512: generation ends only"),
-        (None, "</s>", (2,), "names none: answers end at either"),
-        ([600], "</s>", (2,), "names none: answers end at either"),
+        (None, None, (), "has no end id: answers end only at max_tokens"),
+        ([], None, (), "has no end id: answers end only at max_tokens"),
+        (512, None, (), "has eos_token_id (512,) for a vocabulary of 512: answers end only"),
+        (None, "</s>", (2,), "has none: both end an answer"),
+        ([600], "</s>", (2,), "has none: both end an answer"),
         (2, "not in the vocabulary", (2,), ""),
     ],
 )
@@ -119,12 +119,12 @@ def test_what_ends_no_answer_is_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = chat_model(tmp_path / "model", TARGET, ends, "config.json", tokenizer_end)
-    assert model.ends(model.tokenizer()) == found
+    assert model.end_ids(model.tokenizer()) == found
     assert len(caplog.records) == bool(told)
     assert told in caplog.text
 
 
 def test_ends_that_the_tokenizer_does_not_have_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     config = replace(read_config(TARGET), vocab_size=4096, eos_ids=(2, 4000))
-    assert ends_of(with_ids(512), TARGET, config, TARGET) == (2, 4000)
-    assert "names the end-of-sequence ids 4000, which" in caplog.text
+    assert find_end_ids(with_ids(512), TARGET, config, TARGET) == (2, 4000)
+    assert "has the end ids 4000, which" in caplog.text

@@ -116,7 +116,7 @@ def test_shards_without_an_index_are_read(counts: list[int], folder: Path) -> No
         refused(folder, MissingWeights, f"{file.name} is missing: download it again")
         file.write_bytes(content)
     files[0].with_name("model-00001-of-00009.safetensors").write_bytes(files[0].read_bytes())
-    refused(folder, MissingWeights, "of different sets: remove")
+    refused(folder, MissingWeights, "of different checkpoints: remove")
 
 
 def test_all_missing_shards_are_counted_and_a_broken_off_download_is_known(folder: Path) -> None:
@@ -172,9 +172,9 @@ def test_the_names_that_each_program_writes_are_known_for_what_they_are(folder: 
         ({"quantization": {"group_size": 64, "bits": 4}}, ["quantization is .*by MLX are not read: use the float16"]),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            ["quant_method is 'hqq'; read are awq, .*: use the float16"],
+            ["quant_method is 'hqq'; supported are awq, .*: use the float16"],
         ),
-        ({"compression_config": {"quant_method": None}}, ["compression_config: quant_method is None; read are awq, "]),
+        ({"compression_config": {"quant_method": None}}, ["quant_method is None; supported are awq, "]),
         ({"quantization_config": [4]}, ["quantization_config is .*; it must be an object"]),
     ],
 )
@@ -198,7 +198,9 @@ def test_models_of_several_parts_say_which_they_have(architecture: str, part: st
     """Their configurations have no key of a language model at the top."""
     values = {"architectures": [architecture], "model_type": "vlm", part: {"model_type": inner, "vocab_size": 9}}
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    refused(folder, UnsupportedModel, architecture, f"several parts, whose {part} is of type '{inner}'; supported are")
+    refused(
+        folder, UnsupportedModel, architecture, f"multimodal model, whose {part} is of type '{inner}'; supported are"
+    )
 
 
 def test_a_model_of_sentence_transformers_says_so_where_it_is_no_language_model(folder: Path) -> None:
@@ -206,19 +208,19 @@ def test_a_model_of_sentence_transformers_says_so_where_it_is_no_language_model(
     assert Blueprint.of(str(folder)).config.family == "llama"  # some say text as well
     configured(folder, architectures=["BertModel"])
     refused(
-        folder, UnsupportedModel, r"architectures is \['BertModel'\]; the folder is of sentence-transformers, whose"
+        folder, UnsupportedModel, r"architectures is \['BertModel'\]; the folder is a model of sentence-transformers"
     )
 
 
 OTHER_FORMATS = {
-    "mmproj-f16.gguf": r"has mmproj-f16\.gguf, the part of a model that reads images: name",
-    "modules.json": r"sentence-transformers, whose models make vectors and no text: choose",
+    "mmproj-f16.gguf": r"has mmproj-f16\.gguf, the image encoder of a model: name",
+    "modules.json": r"sentence-transformers, which computes embeddings: choose",
     "model_index.json": r"pipeline of diffusers",
     "pytorch_model-00001-of-00002.bin": r"has pytorch_model.*AutoModelForCausalLM.*save_pretrained",
-    "consolidated.00.pth": r"publisher's own layout, which is not read: use the version",
-    "model.onnx": r"has model\.onnx, and weights in this format are not read: use the version in safetensors",
-    "flax_model.msgpack": "weights in this format are not read",
-    "model.pt": "weights in this format are not read",
+    "consolidated.00.pth": r"publisher's own layout, which is not supported: use the version",
+    "model.onnx": r"has model\.onnx, and weights in this format are not supported: use the version in safetensors",
+    "flax_model.msgpack": "weights in this format are not supported",
+    "model.pt": "weights in this format are not supported",
     "weights.safetensors": r"has weights\.safetensors but no model\.safetensors: rename it",
     "model.safetensors.incomplete": "lacks files whose download was interrupted, as model.*incomplete shows: repeat it",
     "model.safetensors.aria2": "download was interrupted",
@@ -240,7 +242,7 @@ def test_an_adapter_names_its_base(folder: Path) -> None:
     values = {"base_model_name_or_path": "owner/base", "peft_type": "LORA"}
     (folder / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
     save_file({"base_model.model.model.layers.0.q.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
-    refused(folder, ModelNotFound, r"is an adapter \(LoRA\) of 'owner/base', and adapters are not read: merge it")
+    refused(folder, ModelNotFound, r"is an adapter \(LoRA\) of 'owner/base', and adapters are not supported: merge it")
 
 
 BEGINNINGS = {

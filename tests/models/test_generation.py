@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forerun.models.generation import HARMLESS, KEYS, ONLY_SAMPLED, SERVED, UNSERVED, GenerationDefaults
+from forerun.models.generation import HARMLESS, KEYS, ONLY_SAMPLED, SUPPORTED, UNSUPPORTED, GenerationDefaults
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
@@ -72,17 +72,17 @@ def test_every_key_of_transformers_has_one_class() -> None:
     import transformers
 
     keys = set(transformers.GenerationConfig().to_dict())
-    classes = [*SERVED, *UNSERVED, *" ".join(HARMLESS.values()).split()]
+    classes = [*SUPPORTED, *UNSUPPORTED, *" ".join(HARMLESS.values()).split()]
     assert len(set(classes)) == len(classes)
     assert not keys - set(classes)
 
 
-@pytest.mark.parametrize("key", UNSERVED)
+@pytest.mark.parametrize("key", UNSUPPORTED)
 def test_a_key_that_would_change_answers_is_told_of_where_it_does(tmp_path: Path, key: str) -> None:
     value = 100 if key == "max_length" else 0.75  # nothing changes with none of the idle ones
     (problem,) = read(tmp_path, **{key: value}).problems
-    assert f": {key} is {value!r}, which forerun does not do" in problem
-    for idle in (None, *UNSERVED[key]):
+    assert f": {key} is {value!r}, which forerun does not support" in problem
+    for idle in (None, *UNSUPPORTED[key]):
         assert not read(tmp_path, **{key: idle}).problems
     greedy = read(tmp_path, do_sample=False, **{key: value})
     assert len(greedy.problems) == (key not in ONLY_SAMPLED)

@@ -31,7 +31,7 @@ from forerun.models import loading
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.folder import INDEX
 from forerun.models.gguf.formats import FORMATS, UNREADABLE
-from forerun.models.gguf.tensors import GgufTensor, read_place
+from forerun.models.gguf.tensors import GgufTensor, read_location
 from forerun.models.gguf.tokenizer import PRE, byte_level
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
@@ -160,15 +160,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
     file = stories(tmp_path / "model.gguf")
     whole = file.read_bytes()
     cases: list[tuple[bytes, type[ForerunError], str]] = [
-        (b"", MissingWeights, "no GGUF file that can be read"),
-        (b"GGUF", MissingWeights, "no GGUF file that can be read"),
+        (b"", MissingWeights, "is not a valid GGUF file"),
+        (b"GGUF", MissingWeights, "is not a valid GGUF file"),
         (b"GGUF" + b"\x09" + whole[5:], MissingWeights, "version 9"),
-        (whole[: len(whole) // 2], MissingWeights, "cut off|can be read"),
-        (whole[:-40], MissingWeights, "cut off|can be read"),
-        (whole[:200], MissingWeights, "can be read"),
-        (b"Once upon a time", MissingWeights, "its first bytes are not GGUF"),
+        (whole[: len(whole) // 2], MissingWeights, "ends inside|not a valid"),
+        (whole[:-40], MissingWeights, "ends inside|not a valid"),
+        (whole[:200], MissingWeights, "not a valid"),
+        (b"Once upon a time", MissingWeights, "it does not begin with GGUF"),
         (b"version https://git-lfs.github.com/spec/v1", MissingWeights, "git lfs pull"),
-        (b"GGUF" + whole[4:8][::-1] + whole[8:], MissingWeights, "lowest byte first"),
+        (b"GGUF" + whole[4:8][::-1] + whole[8:], MissingWeights, "little-endian"),
     ]
     for damaged, error, message in cases:
         file.write_bytes(damaged)
@@ -222,10 +222,10 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     finish(writer)
     with pytest.raises(UnsupportedModel, match=r"general\.architecture is 'rwkv7'.*supported are llama"):
         Blueprint.of(str(tmp_path / "other.gguf"))
-    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'rwkv'; read are gpt2 and llama"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.ggml\.model is 'rwkv'; supported are gpt2 and llama"):
         LLM(str(stories(tmp_path / "model.gguf", **{"tokenizer.ggml.model": "rwkv"})))
     part = stories(tmp_path / "model-00002-of-00003.gguf")
-    with pytest.raises(MissingWeights, match=r"one of 3 parts, and model-00001-of-00003\.gguf is not beside it"):
+    with pytest.raises(MissingWeights, match=r"one of 3 parts, and model-00001-of-00003\.gguf is missing"):
         Blueprint.of(str(part))
 
 
@@ -239,7 +239,7 @@ def test_a_file_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
 def test_a_table_is_unpacked_without_a_copy_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = GgufFile.read(stories(tmp_path / "model.gguf"))
     place = file.tensors["token_embd.weight"]
-    table, expected = GgufTensor(place.shape, (place,)), read_place(place).bfloat16()
+    table, expected = GgufTensor(place.shape, (place,)), read_location(place).bfloat16()
     monkeypatch.setattr("forerun.models.gguf.tensors.BLOCK_NUMBERS", 5 * place.shape[1])
     monkeypatch.setattr(GgufTensor, "read", None)
     assert torch.equal(table.read_into(torch.empty(place.shape, dtype=torch.bfloat16)), expected)
@@ -253,7 +253,7 @@ def test_one_of_several_files_is_chosen_by_its_format(tmp_path: Path) -> None:
     assert find_checkpoint(str(folder)) == find_checkpoint(str(first))
     second = stories(folder / "tiny-Q4_0.gguf", "Q4_0")
     assert find_checkpoint(f"{folder}:q4_0") == find_checkpoint(str(second)) != find_checkpoint(str(first))
-    with pytest.raises(ModelNotFound, match=r"has tiny-Q4_0\.gguf, tiny-Q8_0\.gguf: choose one by its format"):
+    with pytest.raises(ModelNotFound, match=r"files tiny-Q4_0\.gguf, tiny-Q8_0\.gguf: choose one by its format"):
         find_checkpoint(str(folder))
     with pytest.raises(ModelNotFound, match="choose one by its format"):
         find_checkpoint(f"{folder}:Q6_K")
@@ -303,7 +303,7 @@ def test_weights_stay_stored_whatever_dense_layers_take(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(loading, "choose_backend", measured)
     blueprint = Blueprint.of(str(stories(tmp_path / "model.gguf")))
-    assert blueprint.as_stored
+    assert blueprint.keeps_groups
     shares = list[float]()
     blueprint.decoder(progress=lambda _what, share: shares.append(share))
     assert shares == sorted(shares)

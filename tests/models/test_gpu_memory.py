@@ -201,7 +201,7 @@ def check(
 def test_what_is_planned_for_stored_weights_is_what_is_held(name: str, tmp_path: Path) -> None:
     """In groups, experts among them, in the bits that GPUs hold, which may be other ones than those of CPUs."""
     model = Blueprint.of(str(STORED[name](tmp_path)), device=Placement(torch.device("cpu"), True, True))
-    assert model.as_stored
+    assert model.keeps_groups
     decoder, held = model.decoder(), 0
     pending: list[object] = [decoder.embedding, decoder.head, *decoder.layers]
     while pending:

@@ -69,7 +69,7 @@ def test_logits_are_those_of_the_whole_model(
     with caplog.at_level(logging.WARNING):
         blueprint = Blueprint.of(str(tmp_path), dtype="float32", kernels="torch")
     told = [record.getMessage() for record in caplog.records]
-    assert [message for message in told if "text alone is read" in message] == told[:1]
+    assert [message for message in told if "only text is supported" in message] == told[:1]
     torch.testing.assert_close(our_logits(blueprint, tokens.tolist(), [LENGTH]), expected, rtol=0, atol=1e-4)
 
 
@@ -91,7 +91,7 @@ def test_what_counts_for_all_parts_counts_for_the_text(tmp_path: Path) -> None:
     assert written(eos_token_id=None).config.eos_ids == (9,)
     assert written(eos_token_id=7).config.eos_ids == (7,)
     assert written(dtype="bfloat16").config.dtype == torch.bfloat16
-    with pytest.raises(UnsupportedModel, match=r"quantization_config: quant_method is 'aqlm'; read are"):
+    with pytest.raises(UnsupportedModel, match=r"quantization_config: quant_method is 'aqlm'; supported are"):
         written(quantization_config={"quant_method": "aqlm"})
     with pytest.raises(UnsupportedModel, match=r"model_type is 'gpt2'; supported are"):
         written(text_config=raw["text_config"] | {"model_type": "gpt2", "architectures": None})

@@ -140,7 +140,7 @@ def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass() -> None:
 
 def test_formats_that_they_do_not_know() -> None:
     assert find_kernels("auto", torch.float64) is None
-    with pytest.raises(UnsupportedModel, match=r"know float32, bfloat16 and float16, not torch\.float64"):
+    with pytest.raises(UnsupportedModel, match=r"support float32, bfloat16 and float16, not torch\.float64"):
         find_kernels("native", torch.float64)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from forerun.errors import InvalidRequest, RankLost
 from forerun.models.shards import launch
-from forerun.models.shards.launch import LOOPBACK, LocalRanks, join, share
+from forerun.models.shards.launch import LOOPBACK, LocalRanks, join, start_ranks
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29500"}
 
@@ -27,7 +27,7 @@ def threads() -> Iterator[None]:
     "lacks", [{"MASTER_ADDR": ""}, {"MASTER_PORT": ""}, {"MASTER_PORT": "x"}, {"MASTER_PORT": "70000"}]
 )
 def test_an_environment_that_does_not_say_where_rank_0_is_is_refused(lacks: dict[str, str]) -> None:
-    with pytest.raises(InvalidRequest, match=r"MASTER_ADDR and MASTER_PORT must say.*or unset RANK"):
+    with pytest.raises(InvalidRequest, match=r"MASTER_PORT, .* are no address of rank 0.*or unset RANK"):
         join({name: value for name, value in (STARTED | lacks).items() if value})
 
 
@@ -40,7 +40,7 @@ def test_ranks_that_cannot_start_leave_no_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launch, "WORKER", "forerun.no_such_module")
     before = memories()
     with pytest.raises(RankLost, match="ended with status 1"):
-        share(2, [[0]], "00")
+        start_ranks(2, [[0]], "00")
     assert memories() == before
 
 

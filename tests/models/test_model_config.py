@@ -257,7 +257,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor is None; it must be a number above 0"),
     ({"rope_scaling": {"type": "longrope"}}, "short_factor is None; it must be 4 numbers above 0, one for each"),
     ({"rope_scaling": {"type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [1, 0, 1, 1]}}, "long_factor"),
-    (of_family("gemma3_text") | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; gemma3_text is"),
+    (
+        of_family("gemma3_text") | {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping is 50.0; the decoder computes gemma3_text without",
+    ),
     (
         of_family("gemma2") | {"hidden_activation": "gelu"},
         "hidden_activation is 'gelu'; supported is gelu_pytorch_tanh",
@@ -269,7 +272,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}},
         "high_freq_factor is 4; it must exceed low_freq_factor, 4",
     ),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; heads are rotated whole"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0 is supported"),
     *(
         ({key: {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}}, f"{key}: partial_rotary_factor is 0.5")
         for key in ("rope_scaling", "rope_parameters")

@@ -95,8 +95,8 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         (GatedRepoError, "owner/name is gated: accept its terms .* `hf auth login`"),
         (RepositoryNotFoundError, "nor a model on the hub: check the spelling"),
-        (ConnectionError, "owner/name could not be fetched from the hub .*: try again"),
-        (HfHubHTTPError, "owner/name could not be fetched from the hub .*: try again"),
+        (ConnectionError, "owner/name could not be downloaded from the hub .*: try again"),
+        (HfHubHTTPError, "owner/name could not be downloaded from the hub .*: try again"),
         (HFValidationError, "there is no folder owner/name, and as a hub id it is not valid"),
     ],
 )
@@ -182,7 +182,7 @@ def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> 
 def test_heads_in_the_place_of_a_model_or_a_drafter_are_told_how_they_draft(name: str) -> None:
     """And what they are told is a drafter of the bundled target."""
     own = BUNDLED_DRAFTS[name]
-    with pytest.raises(ModelNotFound, match=f"{name} is no model, but a drafter for stdlib: write {own} as a drafter"):
+    with pytest.raises(ModelNotFound, match=f"{name} is a drafter for stdlib, not a model: write {own} as a"):
         find_checkpoint(name)
     target = Blueprint.of("stdlib")
     context = DraftContext(target, target.tokenizer())
@@ -217,7 +217,7 @@ def test_a_revision_is_fetched_and_is_for_hub_ids_alone(tmp_path: Path, monkeypa
     with pytest.raises(ModelNotFound, match="owner/name has no revision 'v3' on the hub: name a branch, tag or commit"):
         find_checkpoint("owner/name", "v3")
     for folder in (str(TARGET), "stdlib"):
-        with pytest.raises(InvalidRequest, match=r"revision: 'v2' is for hub ids"):
+        with pytest.raises(InvalidRequest, match=r"revision: 'v2' is only for hub ids"):
             find_checkpoint(folder, "v2")
 
 
@@ -265,7 +265,7 @@ def test_a_folder_in_the_working_directory_wins(elsewhere: Path) -> None:
 
 def test_a_package_without_its_data_says_so(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(source.BUNDLED, "stdlib", tmp_path / "lost")
-    with pytest.raises(ModelNotFound, match=r"stdlib should have come with the package, .*lost is missing: install"):
+    with pytest.raises(ModelNotFound, match=r"stdlib should be in the package, but .*lost is missing: install"):
         find_checkpoint("stdlib")
 
 

@@ -80,7 +80,7 @@ def test_a_draft_model_takes_all_but_tokenizer_and_revision_from_its_target() ->
     target = ModelSpec(
         "a/b", tokenizer="c/d", revision="v1", dtype="half", quantize="int8", kernels="torch", one_gemm=True
     )
-    assert target.beside("e/f") == replace(target, model="e/f", tokenizer=None, revision=None)
+    assert target.derive("e/f") == replace(target, model="e/f", tokenizer=None, revision=None)
 
 
 def test_the_tokenizer_may_be_anothers(tmp_path: Path) -> None:

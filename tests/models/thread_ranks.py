@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from forerun.models.shards.launch import LOOPBACK, gathered
+from forerun.models.shards.launch import LOOPBACK, connect_all
 from forerun.models.shards.ranks import RankGroup
 from forerun.models.shards.shard import Shard
 from forerun.models.shards.worker import work
@@ -20,11 +20,11 @@ def thread_ranks(world: int) -> RankGroup:
     store = TCPStore(LOOPBACK, 0, world, is_master=True, timeout=PATIENCE, wait_for_workers=False)
 
     def follow(rank: int) -> None:
-        work(gathered(Shard(rank, world), TCPStore(LOOPBACK, store.port, world, timeout=PATIENCE), LOOPBACK))
+        work(connect_all(Shard(rank, world), TCPStore(LOOPBACK, store.port, world, timeout=PATIENCE), LOOPBACK))
 
     for rank in range(1, world):
         threading.Thread(target=follow, args=[rank], daemon=True).start()
-    return gathered(Shard(0, world), store, LOOPBACK)
+    return connect_all(Shard(0, world), store, LOOPBACK)
 
 
 @pytest.fixture
@@ -36,4 +36,4 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks.load(loading, digits)
         return ranks
 
-    monkeypatch.setattr("forerun.models.loading.share", share)
+    monkeypatch.setattr("forerun.models.loading.start_ranks", share)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.cache.blocks import OutOfBlocks
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.runner import Read, Runner
 from kit.servers import Running, drafting, library_answer, openai, running
 
@@ -46,7 +46,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], wan
     """Passes raise this error, their work begun, where any read wants more memory than there is."""
     honest = Runner.read
 
-    def read(runner: Runner, reads: Seq[Read], *args: Any, **kwargs: Any) -> States:
+    def read(runner: Runner, reads: Seq[Read], *args: Any, **kwargs: Any) -> Outputs:
         states = honest(runner, reads, *args, **kwargs)
         if any(map(wants, reads)):
             raise error()

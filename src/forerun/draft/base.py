@@ -17,7 +17,7 @@ from forerun.annotations import Float, Int
 from forerun.config import Speculation
 from forerun.device import Download
 from forerun.errors import WrongTarget
-from forerun.models.chains import JudgedChains
+from forerun.models.chains import VerifiedChains
 from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
@@ -220,7 +220,7 @@ def adoptable(drafter: Drafter, text: Sequence[int], most: int, salt: Hashable) 
     return cast(StateDrafter, drafter).adoptable(text, most, salt) if drafter.taps else most
 
 
-def begin_next(drafter: Drafter, judged: JudgedChains) -> Download | None:
+def begin_next(drafter: Drafter, judged: VerifiedChains) -> Download | None:
     """Let a drafter start the next draft on a device that has judged its last one, before the host knows the verdict.
 
     Returns the verdict's copy to the host, followed by the tokens of the judged trees; None if nothing is started, as

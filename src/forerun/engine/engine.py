@@ -30,7 +30,7 @@ from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
 from forerun.engine.sequence import ActiveSequences, OnDelta, Sequence, Status
 from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
-from forerun.models.chains import JudgedChains
+from forerun.models.chains import VerifiedChains
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -271,13 +271,13 @@ class Engine:
         if self.drafter is None or self.drafter_idle:
             if self.scheduler.waiting or any(row.sequence.room < 2 for row in plan.drawing):
                 return None
-            taps = self.drafter.taps if self.drafter else ()
-            return self.runner.read_ahead(plan.draws.seq_ids, verdict.packed, taps)
+            return self.runner.read_ahead(plan.draws.seq_ids, verdict.packed, self.drafter.taps if self.drafter else ())
         states = reading.states.tapped
         if reading.drawn is None or states is None:
             return None
-        guesses = [row.num_nodes - 1 for row in reading.rows]
-        return begin_next(self.drafter, JudgedChains(plan.draws, reading.drawn, guesses, verdict.packed, states.rows()))
+        num_drafted = [row.num_nodes - 1 for row in reading.rows]
+        chains = VerifiedChains(plan.draws, reading.drawn, num_drafted, verdict.packed, states.rows())
+        return begin_next(self.drafter, chains)
 
     def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: update the KV cache, the sequences (tokens, stops) and the drafter.

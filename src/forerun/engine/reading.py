@@ -21,7 +21,7 @@ from forerun.draft.base import Committed, Draft
 from forerun.engine.scheduler import RowPlan
 from forerun.engine.sequence import Sequence
 from forerun.errors import ForerunError, InvalidRequest, ModelOutputInvalid, RequestFailed
-from forerun.models.decoder import States, Tapped
+from forerun.models.decoder import Outputs, TapStates
 from forerun.models.runner import DeviceTokens, PartialPass, Read
 from forerun.tree import DraftTree, HostTree
 
@@ -130,7 +130,7 @@ class TargetPass:
     """The result of a pass: its rows, in order, and the target's states and logits."""
 
     rows: Seq[RoundRow]
-    states: States
+    states: Outputs
     drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, if only the device knows them
 
     def node_logits(self) -> Float[Tensor, "nodes vocab"]:
@@ -154,10 +154,10 @@ class Unreported:
     """Tokens that became final and were not reported to the drafter yet, of one round or several."""
 
     rows: dict[int, tuple[Sequence, int, list[int]]] = field(default_factory=dict)  # by id: first token, tapped rows
-    tapped: list[Tapped] = field(default_factory=list)
+    tapped: list[TapStates] = field(default_factory=list)
     num_tokens: int = 0  # tokens of the passes so far, draft tokens included
 
-    def add(self, kept: Seq[RoundRow], tapped: Tapped | None) -> None:
+    def add(self, kept: Seq[RoundRow], tapped: TapStates | None) -> None:
         """Add the tokens of a pass that became final, and the states at the drafter's taps."""
         for row in kept:
             sequence = row.sequence
@@ -177,7 +177,7 @@ class Unreported:
             tokens=[t for (each, first, _), end in zip(rows, ends, strict=True) for t in each.tokens[first:end]],
             offsets=[0, *itertools.accumulate(len(states) for _, _, states in rows)],
             roots=[sequence.tokens[end] for (sequence, _, _), end in zip(rows, ends, strict=True)],
-            features=Tapped.joined(self.tapped).rows(places) if self.tapped else None,
+            features=TapStates.joined(self.tapped).rows(places) if self.tapped else None,
             tenants=[sequence.tenant for sequence, _, _ in rows],
             num_prompts=[sequence.num_prompt for sequence, _, _ in rows],
             salts=[sequence.tenant if shared else None for sequence, _, _ in rows],

@@ -30,7 +30,7 @@ from forerun.models.layer import Linear
 from forerun.models.loading import Blueprint
 from forerun.models.packing import MakeLinear
 from forerun.models.projections import HEAD, Shapes
-from forerun.models.source import HUB_FILES, find_folder, similar
+from forerun.models.source import HUB_FILES, find_folder, similar_names
 from forerun.models.weights import BUFFERS, Checkpoint
 
 OWN_EMBEDDING = "embed_tokens.weight"  # of a drafter
@@ -118,7 +118,7 @@ class HeadFolder:
     @property
     def quantize(self) -> Quantization | None:
         """The quantization of the heads' layers: the target's, or int8 if the target's weights stay as stored."""
-        return self.target.quantize or ("int8" if self.target.as_stored else None)
+        return self.target.quantize or ("int8" if self.target.keeps_groups else None)
 
     @property
     def make(self) -> MakeLinear:
@@ -149,7 +149,7 @@ class HeadFolder:
         """The folder's layers as a model without a vocabulary; `tables` are tensors that are not part of layers."""
         size = sum(math.prod(shape) for name, shape in shapes.items() if name not in tables)
         return Blueprint(
-            spec=replace(self.target.spec.beside(self.name), quantize=self.quantize),
+            spec=replace(self.target.spec.derive(self.name), quantize=self.quantize),
             name=self.name,
             folder=self.path,
             config=replace(config, vocab_size=0),
@@ -190,7 +190,7 @@ def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if not exists and name in BUNDLED:
         raise ModelNotFound(f"{name} is a model, which drafts as model:{name}; for heads {WANTED}")
     if not exists and "/" not in name:
-        near = [each for each in similar(name, BUNDLED_HEADS) if each not in BUNDLED]
+        near = [each for each in similar_names(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
         raise ModelNotFound(f"there is no folder {name}: {hint}{WANTED}")
     return find_folder(name, None, files, "config.json")

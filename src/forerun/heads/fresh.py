@@ -59,11 +59,11 @@ class TargetTables:
         embedding = checkpoint.take(EMBEDDING, (c.vocab_size, c.hidden)).to(device)
         weight = embedding if c.tied else checkpoint.take(HEAD, (c.vocab_size, c.hidden)).to(device)
         bias = shifted(weight, None, checkpoint.take(FINAL_NORM_BIAS, (c.hidden,)).to(device)) if c.norm_bias else None
-        norm = gains(checkpoint.take(FINAL_NORM, (c.hidden,)), c.from_one) * c.logits_scale
+        norm = gains(checkpoint.take(FINAL_NORM, (c.hidden,)), c.gains_minus_one) * c.logits_scale
         embedding = embedding if c.embedding_scale == 1 else embedding * c.embedding_scale
         head = TargetHead(weight, bias, c.logits_cap)
-        scale = None if c.norm_bias or c.centred else norm.to(device)
-        return cls(centred(embedding, 1) if c.centred else embedding, head, norm.to(device), scale)
+        scale = None if c.norm_bias or c.layer_norm else norm.to(device)
+        return cls(centred(embedding, 1) if c.layer_norm else embedding, head, norm.to(device), scale)
 
 
 def stored_dtype(target: Blueprint) -> torch.dtype:

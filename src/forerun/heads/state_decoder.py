@@ -23,7 +23,7 @@ from forerun.models.rows import product, rms_norm
 class StateDecoder(Decoder):
     """A decoder with one or more state entries, and its own cache."""
 
-    layers_alone: ClassVar[bool] = False
+    has_plain_forward: ClassVar[bool] = False
 
     def normed(self, x: Tensor, gain: Tensor | None) -> Tensor:
         """The rows after this norm; unchanged without a gain."""
@@ -48,8 +48,8 @@ class StateDecoder(Decoder):
         cache: PagedCache,
     ) -> Float[Tensor, "total hidden"]:
         """The outputs of these layers and the output norm, for tokens with states."""
-        states = states.to(self.stream)
-        token, state = self.behind(embedded.to(self.stream), entry.token_norm), self.behind(states, entry.state_norm)
+        embedded, states = embedded.to(self.stream_dtype), states.to(self.stream_dtype)
+        token, state = self.behind(embedded, entry.token_norm), self.behind(states, entry.state_norm)
         joined = torch.cat([state, token] if entry.state_first else [token, state], dim=1)
         if entry.map is None:
             x = self.executor.run(layers, state if entry.normed_stream else states, batch, cache, joined)

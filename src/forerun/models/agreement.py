@@ -1,7 +1,4 @@
-"""Checks that a widened model computes the same function as its source, by their logits on the same tokens.
-
-This file defines the tokens and the tolerance.
-"""
+"""Checks that a widened model computes the same function as its source: compares their logits on the same tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from forerun.annotations import Float, ProgressCallback
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 
-CHECK_CHUNKS = (1, 3, 60, 64, 128)  # sizes of the chunks in which the tokens are read
-CHECK_ROWS = 24  # last positions of each chunk whose logits are compared
-FLOAT32_BOUND = 1e-4  # relative to the largest logit, for sums in another order
-ROUNDING_BOUND = 3.0  # relative to the effect of 16-bit rounding on the source's logits; both models round
+CHECK_CHUNKS = (1, 3, 60, 64, 128)  # the tokens are read in chunks of these sizes
+CHECK_ROWS = 24  # logits are compared at the last positions of each chunk
+FLOAT32_BOUND = 1e-4  # tolerance relative to the largest logit, since sums have another order
+ROUNDING_BOUND = 3.0  # tolerance relative to the effect of 16-bit rounding on the source's logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +27,29 @@ class Agreement:
     largest_logit: float
 
 
-def agreement(source: Blueprint, folder: Path, progress: ProgressCallback | None) -> Agreement:
-    """Run both models on the same random tokens in their own dtype, and compare logits.
+def compare_logits(source: Blueprint, folder: Path, progress: ProgressCallback | None) -> Agreement:
+    """Run both models on the same random tokens, in their own dtype, and compare their logits.
 
     In float32 only the order of sums differs. In 16 bits rounding differs too; its effect is measured on the source, as
-    the distance between its logits in 16 bits and in float32.
+    the difference between its logits in 16 bits and in float32.
     """
     num_tokens = min(sum(CHECK_CHUNKS), source.config.max_positions)
     tokens = torch.randint(source.config.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     half = source.config.dtype in (torch.float16, torch.bfloat16)
     dtype = torch.bfloat16 if half else torch.float32
-    exact = judged_logits(Blueprint.of(source.spec, dtype=torch.float32), tokens, None)
-    narrow = judged_logits(Blueprint.of(source.spec, dtype=dtype), tokens, None) if half else exact
-    wide = judged_logits(Blueprint.of(str(folder), dtype=dtype), tokens, progress)
+    exact = chunk_logits(Blueprint.of(source.spec, dtype=torch.float32), tokens, None)
+    narrow = chunk_logits(Blueprint.of(source.spec, dtype=dtype), tokens, None) if half else exact
+    wide = chunk_logits(Blueprint.of(str(folder), dtype=dtype), tokens, progress)
     noise = ROUNDING_BOUND * (narrow - exact).abs().max().item()
     largest = exact.abs().max().item()
     difference = (wide[:, : source.config.vocab_size] - narrow).abs().max().item()
     return Agreement(difference, max(noise, FLOAT32_BOUND * largest), largest)
 
 
-def judged_logits(
+def chunk_logits(
     model: Blueprint, tokens: list[int], progress: ProgressCallback | None
 ) -> Float[Tensor, "judged vocab"]:
-    """Logits at the last positions of every chunk, which are read one after another like a prompt."""
+    """The logits at the last positions of every chunk; chunks are read one after another, like those of a prompt."""
     runner = model.load(len(tokens), progress, max_model_len=len(tokens))
     logits, start = [], 0
     for size in CHECK_CHUNKS:
@@ -64,5 +61,5 @@ def judged_logits(
         runner.keep([0], [range(len(chunk))])
         start += len(chunk)
         if progress is not None:
-            progress("checking that the logits agree", start / len(tokens))
+            progress("comparing logits", start / len(tokens))
     return torch.cat(logits)

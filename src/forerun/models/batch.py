@@ -1,8 +1,8 @@
 """TokenBatch: the input of a pass: tokens, the cache slots of their keys and values, and the keys they attend to.
 
-A prompt chunk and a chain are one attention path; a tree is one path per leaf. Before a path attends, the keys and
-values of its draft tokens are copied into the slots of a chain, so every path attends to exactly what plain decoding
-would.
+A prompt chunk or a chain is one attention path; a tree has one path per leaf. Before attention on a path of a tree, the
+keys and values of its draft tokens are copied to consecutive slots, where a chain would have them. So every query
+attends to the same keys in the same order as in plain decoding, and gets the same bits.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 
-KEY_PAD = 512  # what the number of keys is padded to a multiple of, by masked ones
+KEY_PAD = 512  # the number of keys is padded to a multiple of this; padding keys are masked
 
 
 @dataclass(frozen=True, slots=True)
 class QueryRule:
-    """How a backend groups the queries of a path: padded to a multiple of `pad`, and at most `block` at a time."""
+    """How a backend needs the queries of a path: at most `block` at a time, padded to a multiple of `pad`."""
 
     pad: int
     block: int = 1 << 30
 
 
-EACH_ALONE = QueryRule(1)  # of backends that read every query by itself
+SINGLE_QUERIES = QueryRule(1)  # for backends that compute each query by itself
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Draft tokens to lay out as a chain: copy cache slots `source`, in order, to the slots from `first` on."""
+class SlotCopy:
+    """Keys and values to copy before attention, from the slots `source`, in order, to the slots from `first` on."""
 
     source: Sequence[int]
     first: int
@@ -41,21 +41,22 @@ class Copy:
 
 @dataclass(frozen=True)
 class AttentionPath:
-    """The queries of one path of one sequence: packed token indices, at ascending positions; and the keys' place.
+    """The queries of one path of one sequence, and where their keys are.
 
-    Keys are the slots from `first_slot` on; query i attends to those up to its own position.
+    `queries` are indices into the batch's tokens, and `positions` their positions, ascending. The key of position p is
+    in slot `first_slot + p`; a query attends to the keys up to its own position.
     """
 
     queries: Sequence[int]
     positions: Sequence[int]
     first_slot: int
-    pad: int = 1  # what the number of queries is padded to a multiple of, by repeating the last one
-    copy: Copy | None = None
+    pad: int = 1  # the number of queries is padded to a multiple of this, by repeating the last one
+    copy: SlotCopy | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     @property
     def num_keys(self) -> int:
-        """Number of keys up to the last query's, padded."""
+        """The number of keys up to the last query's, padded to a multiple of KEY_PAD."""
         return -(-(self.positions[-1] + 1) // KEY_PAD) * KEY_PAD
 
     @cached_property
@@ -66,29 +67,29 @@ class AttentionPath:
         return torch.tensor([*values, *[values[-1]] * (-len(values) % self.pad)])
 
     def mask(self, window: int | None, group: int, dtype: torch.dtype) -> Float[Tensor, "rows keys"]:
-        """0 where a query attends to a key, -inf elsewhere; one row per query and head of a group."""
+        """The additive mask, 0 where a query attends to a key, else -inf: the padded queries, `group` times."""
         if window not in self.masks:
             key = torch.arange(self.num_keys)
             positions = self.padded(self.positions)[:, None]
-            seen = key <= positions
+            attended = key <= positions
             if window is not None:
-                seen &= key > positions - window
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+                attended &= key > positions - window
+            mask = torch.zeros(attended.shape, dtype=dtype).masked_fill_(~attended, -math.inf)
             self.masks[window] = mask.repeat(group, 1)
         return self.masks[window]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens to read in one pass, packed over sequences: prompt chunks, chains and trees."""
+    """The tokens of one pass, packed over sequences: prompt chunks, chains and trees."""
 
     tokens: Int[Tensor, " total"]
     positions: Int[Tensor, " total"]
     slots: Int[Tensor, " total"]  # where their keys and values are stored
     paths: list[AttentionPath]
 
-    def some(self, rows: Sequence[int]) -> TokenBatch:
-        """A batch of some of the tokens, in ascending order, with the same keys."""
+    def select(self, rows: Sequence[int]) -> TokenBatch:
+        """A batch of only the tokens with these indices, ascending; they attend to the same keys."""
         number, index = {row: i for i, row in enumerate(rows)}, torch.tensor(rows, dtype=torch.long)
         paths = []
         for path in self.paths:
@@ -99,7 +100,7 @@ class TokenBatch:
         return TokenBatch(self.tokens[index], self.positions[index], self.slots[index], paths)
 
     def bidirectional(self) -> TokenBatch:
-        """Non-causal: every token of a sequence attends to what its last one does. Positions do not change."""
+        """A batch without causal masks: every token of a sequence attends to all keys that its last token sees."""
         last: dict[int, int] = {}
         for path in self.paths:
             last[path.first_slot] = max(last.get(path.first_slot, 0), path.positions[-1])
@@ -107,11 +108,12 @@ class TokenBatch:
         return replace(self, paths=paths)
 
     def without_first(self, count: int) -> tuple[TokenBatch, list[int] | slice]:
-        """The tokens after the first `count` of their texts, with keys from there on, and these tokens' packed indices.
-        A batch of fixed shape keeps all rows; the others attend to nothing.
+        """A batch of the tokens from position `count` on, which attend to keys from there on; and their indices.
+
+        A batch of fixed shape keeps all rows, of which the tokens before `count` attend to nothing.
         """
         rows = [row for row, position in enumerate(self.positions.tolist()) if position >= count]
-        part = self.some(rows)
+        part = self.select(rows)
         paths = [
             replace(p, positions=[at - count for at in p.positions], first_slot=p.first_slot + count, masks={})
             for p in part.paths

@@ -1,7 +1,4 @@
-"""The checkpoints that ship inside the package, by short name: models, and trained heads for the bundled target.
-
-`source.py` finds all other checkpoints.
-"""
+"""The checkpoints inside the package, by short name: models, and trained heads for the bundled target."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ BUNDLED_HEADS = {  # the names replace a folder in --draft
     "stdlib-eagle": FOLDER / "stdlib" / "eagle",
     "stdlib-mtp": FOLDER / "stdlib" / "mtp",
 }
-BUNDLED_DRAFTS = {  # the drafter specification of each
+BUNDLED_DRAFTS = {  # the drafter specification of each bundled checkpoint
     **{name: f"model:{name}" for name in BUNDLED},
     **{name: f"{name.removeprefix('stdlib-')}:{name}" for name in BUNDLED_HEADS},
     "stdlib-early-exit": "early-exit:2:stdlib-early-exit",
 }
-TARGET, DRAFT = "stdlib", "stdlib-draft"  # the default pair of commands
+TARGET, DRAFT = "stdlib", "stdlib-draft"  # the default models of commands
 BUNDLED_NAMES = ", ".join(BUNDLED)
 BUNDLED_HEAD_NAMES = ", ".join(BUNDLED_HEADS)

@@ -1,7 +1,7 @@
-"""Chains of draft tokens: the values that runners and drafters exchange about them.
+"""Chains of draft tokens: the values that drafters and runners exchange to generate them.
 
-A runner generates chains in one call where it can (`Runner.draw_chains`), with compiled kernels or a CUDA graph; else a
-drafter generates them step by step.
+`Runner.draw_chains` generates entire chains in one call, by compiled kernels or a CUDA graph, if it can; if it cannot,
+the drafter generates them token by token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 
 
-class Start(NamedTuple):
-    """A chain to be drafted: its row in the round, its sequence's id, and its depth.
+class ChainStart(NamedTuple):
+    """A chain to be drafted: its row in the round, the id of its sequence, and its depth.
 
-    The chain ends before a token whose survival is below `min_survival`.
+    The chain ends before the first token whose survival is below `min_survival`.
     """
 
     row: int
@@ -36,50 +36,49 @@ class Start(NamedTuple):
 
 @runtime_checkable
 class LowerRunner(Protocol):
-    """A runner of layers whose output states other layers read in place of tokens, with its own cache."""
+    """A runner of layers whose output states are the inputs of other layers; it has its own cache."""
 
     cache: PagedCache
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadTexts:
-    """Text of each start to be read before its chain is generated, at least one token.
+    """Text of each start that a drafter must read before its chain is generated: at least one token each.
 
-    `features` are the target's states, in pieces, and `fuse` maps them to the states that the layers read with the
-    tokens; `beside` computes from the layers' outputs the states for the draft tokens that follow. `roots` receives the
-    outputs at the last token of each text; None if nothing is drafted there, or they are not needed.
+    `features` are the target's hidden states at these tokens, in pieces. `fuse` maps them to the states that the
+    drafter's layers read with the tokens, and `next_states` the layers' outputs to those that they read with draft
+    tokens. `roots` receives the outputs at the last token of each text; None if they are not needed.
 
-    Layers on top of those of `below` read its states in place of tokens. Each text then ends with its root, which has
-    no features: `below` reads roots and draft tokens, and nothing of that stays in either cache.
+    With `below`, the layers read the output states of that runner instead of tokens, for roots and draft tokens. Each
+    text then ends with its root, which has no features; neither cache keeps roots and draft tokens.
     """
 
     tokens: Sequence[Sequence[int]]
     features: Sequence[Float[Tensor, "_ *features"]]
     roots: Float[Tensor, "starts outputs"] | None
     fuse: Callable[[Tensor], Tensor]
-    beside: Callable[[Tensor], Tensor] | None = None
+    next_states: Callable[[Tensor], Tensor] | None = None
     below: LowerRunner | None = None
 
     @property
     def begins_chains(self) -> bool:
-        """Whether the first draft tokens are predicted at the texts' last tokens."""
+        """Whether the outputs at the last token of each text predict the first draft token of its chain."""
         return self.roots is not None or self.below is not None
 
     @property
     def states(self) -> Float[Tensor, "total inputs"]:
-        """The states that the layers read with the tokens."""
+        """The states that the layers read with the tokens: the fused features."""
         return self.fuse(joined(self.features))
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces concatenated; a single one unchanged."""
+    """The pieces concatenated; a single piece is not copied."""
     return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
 
 
 class HeadInputs(NamedTuple):
-    """The inputs of heads, a row for each chain: the logits after its text, or else the given state, and logits and
-    states of the masked positions that were read.
-    """
+    """The inputs of ParallelHeads, one row for each chain: `first` is its state or, without one, the logits after its
+    text; `logits` and `states` are those of the masked positions, if there are any."""
 
     first: Float[Tensor, "chains numbers"] | None
     logits: Float[Tensor, "chains places vocab"] | None = None
@@ -88,10 +87,10 @@ class HeadInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskedPositions:
-    """Mask tokens that are read after each start's text in one pass, to predict draft tokens there.
+    """Mask tokens that are read after the text of each start, in one pass that predicts draft tokens.
 
-    `count` gives their number for a depth. Those from `first` on predict one token each, as far as the chain reaches.
-    `state` is read with them, by layers that read states.
+    `count` gives their number for chains of a depth. Each mask token from index `first` on predicts one draft token, up
+    to the depth. `state` is the hidden state that layers which read states get with every mask token.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -99,17 +98,17 @@ class MaskedPositions:
     first: int = 0
     state: Float[Tensor, " inputs"] | None = None
 
-    def num_guesses(self, depth: int) -> int:
-        """How many tokens of a chain are predicted at these positions."""
+    def num_predicted(self, depth: int) -> int:
+        """The number of draft tokens of a chain of this depth that are predicted at these positions."""
         return min(depth, self.count(depth) - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelHeads:
-    """Generates whole chains without a pass in between, from `states` of each start, or from masked positions after
-    texts.
+    """Heads that generate entire chains without a pass between tokens, from a state of each start (`states`), or from
+    masked positions after the texts (`places`).
 
-    `logits` computes those of each chain's next token, from its root and the tokens so far [chains, path].
+    `logits` computes the logits of each chain's next token, from its root and previous draft tokens [chains, path].
     """
 
     logits: Callable[[HeadInputs, Int[Tensor, "chains path"]], Tensor]
@@ -118,46 +117,46 @@ class ParallelHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedChains:
-    """A round whose chains a device has verified, before the host knows the verdict.
+class VerifiedChains:
+    """A round of chains that the device has verified, before the host knows the verdict.
 
-    `nodes` are the tokens of each row's tree, the root first, `num_guesses` the number of draft tokens among them;
-    `verdict` is `Verdict.packed`. `features` are the target's states after all of these nodes, row by row.
+    `nodes` are the tokens of each row, the root first, and `num_drafted` the number of draft tokens in each row.
+    `verdict` is `Verdict.packed`. `features` are the target's hidden states at all nodes, row by row.
     """
 
     draws: Draws
     nodes: Int[Tensor, "batch nodes"]
-    num_guesses: Sequence[int]
+    num_drafted: Sequence[int]
     verdict: Int[Tensor, "batch verdict"]
     features: Float[Tensor, "total taps hidden"]
 
 
 @runtime_checkable
 class IdMap(Protocol):
-    """The mapping between a model's ids and the target's; draft tokens are sampled and returned as the target's."""
+    """The mapping between a draft model's token ids and the target's. Draft tokens are sampled as the target's ids."""
 
-    vocab_size: int  # columns of the target's logits
+    vocab_size: int  # of the target's logits
     num_model_ids: int  # ids that the model can read
-    same: bool  # whether both mean the same by an id, so that only the numbers of ids may differ
-    head_ids: Int[Tensor, " head_vocab"] | None  # of the logits' columns, where they are of some ids alone
+    same_ids: bool  # whether every id means the same token in both; the numbers of ids may differ
+    head_ids: Int[Tensor, " head_vocab"] | None  # of the columns of the model's logits, if its head has only some ids
 
     def target_logits(self, logits: Float[Tensor, "rows model_vocab"]) -> Float[Tensor, "rows vocab"]:
-        """The model's logits over the target's ids; -inf for ids that it does not have."""
+        """The model's logits as columns of the target's ids; -inf for ids that the model does not have."""
         ...
 
     def model_ids(self, tokens: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
-        """The model's ids of these target ids; -1, which is no token, stays."""
+        """The model's ids of these target ids; -1, which stands for no token, is unchanged."""
         ...
 
     def model_id_list(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The model's ids of these target ids, on the host; missing ones get distinct negative numbers."""
+        """The model's ids of these target ids, on the host; ids that it lacks become distinct negative numbers."""
         ...
 
 
 class SameIds:
-    """The mapping of a model with the target's ids. Both vocabularies may be padded, to different sizes."""
+    """The mapping for a model with the target's ids. Both vocabularies may be padded, to different sizes."""
 
-    same = True
+    same_ids = True
     head_ids: Int[Tensor, " head_vocab"] | None = None
 
     def __init__(self, vocab_size: int, num_model_ids: int) -> None:
@@ -165,7 +164,7 @@ class SameIds:
         self.num_model_ids = num_model_ids
 
     def target_logits(self, logits: Float[Tensor, "rows model_vocab"]) -> Float[Tensor, "rows vocab"]:
-        """The logits, cut or padded with -inf."""
+        """The logits, cut to the target's width or padded with -inf."""
         missing = self.vocab_size - logits.shape[1]
         if missing == 0:
             return logits
@@ -180,39 +179,39 @@ class SameIds:
 
 @dataclass(slots=True)
 class Chains:
-    """The chains generated after the roots of a round's rows, as the target's ids.
+    """The chains generated after the roots of all rows of a round, as the target's ids.
 
-    `trees` are all rows' chains, and `num_read` how many of each sequence's first draft tokens were read into its tail.
-    If the host does not know them, they are `guesses` on the device, -1 where a row has fewer, and `laws` are the
-    distributions they were sampled from (rejection modes), packed; or `nodes`, the tokens and parents of whole trees,
-    which need no check. `priced`: whether their survival is known. `states` are the residual streams after the draft
-    tokens of each start, if requested; those of tokens that were not read are garbage.
+    `trees` has a chain for each row. `num_read` is the number of draft tokens that the model has read, by sequence.
+    Draft tokens that only the device knows are in `draft_tokens`, padded with -1, with the distributions that they were
+    sampled from in rejection modes (`laws`, packed), or as entire trees in `nodes` (tokens and parents), which need no
+    check. `has_survival`: whether the survival of the draft tokens is known. `states` are the residual streams at the
+    draft tokens of each start, if they were requested; undefined for tokens that were not read.
     """
 
     trees: list[HostTree]
     num_read: dict[int, int]
-    priced: bool = False
-    guesses: Int[Tensor, "batch depth"] | None = None
+    has_survival: bool = False
+    draft_tokens: Int[Tensor, "batch depth"] | None = None
     laws: list[Tensor] = field(default_factory=list)
     nodes: Int[Tensor, "2 batch nodes"] | None = None
     states: Float[Tensor, "starts depth hidden"] | None = None
 
     def __post_init__(self) -> None:
         if self.nodes is not None:
-            self.guesses = self.nodes[0, :, 1:]
+            self.draft_tokens = self.nodes[0, :, 1:]
 
     def tree(self, draws: Draws) -> DraftTree:
-        """The chains as a tree: on the host, or on the device with its shape known to the host."""
+        """The chains as a DraftTree: on the host, or on the device if only the device knows the tokens."""
         if self.nodes is not None:
             return DraftTree.drawn(self.nodes, self.trees)
-        if self.guesses is None:
+        if self.draft_tokens is None:
             return DraftTree.of_hosts(self.trees, 1)
         law = None
         if self.laws:
             law_rows = padded([tree.law_rows for tree in self.trees])
             law = DraftLaw(upload_tensor(law_rows, draws.device), torch.cat(self.laws))
-        return replace(DraftTree.chains(draws.roots_tokens, self.guesses, law), known=self.trees)
+        return replace(DraftTree.chains(draws.roots_tokens, self.draft_tokens, law), known=self.trees)
 
     def survival(self) -> Float[Tensor, "batch nodes"] | None:
-        """The survival of the tree's nodes; None if it was not requested."""
-        return survival_of(self.trees) if self.priced else None
+        """The survival of the tree's nodes; None if it is not known."""
+        return survival_of(self.trees) if self.has_survival else None

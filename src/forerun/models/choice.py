@@ -1,9 +1,9 @@
 """The choice of a CPU backend: compiled kernels or torch's operators, in 16 bits or float32, by measured times.
 
-A model runs on one backend in one dtype for any number of rows, since draft tokens must have the same bits as the same
-tokens in a prompt. So the choice is made once for a model, by the times of its linear layers, which read nearly all of
-a pass's memory. Small models are not measured: their time goes into calls, and the compiled kernels make one call for
-all layers.
+All passes of a model run on one backend in one dtype, since a draft token must get the same bits as the same token in a
+prompt. The choice is made when the model is loaded, by the times of its linear layers, whose weights are nearly all of
+the memory that a pass reads. Small models are not measured: calls dominate their passes, and the compiled kernels need
+only one for all layers.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from forerun.models.projections import products
 from forerun.models.rows import MIN_ROWS
 from forerun.store import cache_folder, keep_measured
 
-ROWS = (1, 4, 8, 64)  # of the passes that are timed: plain, drafted, a batch or a tree, a prompt chunk
+ROWS = (1, 4, 8, 64)  # rows of the timed passes: plain, drafted, a batch or a tree, a prompt chunk
 PASSES = (32, 32, 32, 4)  # passes of each kind in a typical answer: 256 prompt tokens, then 96 rounds
-SMALL_BYTES = 64 << 20  # smaller models (in float32) stay in a processor's caches
-SAMPLE_WEIGHTS = 1 << 22  # a layer is timed with this many of its weights: all inputs, fewer outputs
-COPIES = 4  # of a sample, used in turn, so that weights come from memory as in a pass
-TURNS = 5  # repetitions of all backends; the shortest times count, since other programs only make times longer
-TRIES = 2  # of a measurement that other programs disturb
-ADVANTAGE = 1.1  # speedup from which another backend than the preferred one is used
+SMALL_BYTES = 64 << 20  # models with fewer bytes, in float32, fit into a processor's caches
+SAMPLE_WEIGHTS = 1 << 22  # a layer is timed with about this many of its weights: all inputs, fewer outputs
+COPIES = 4  # copies of a sample layer, used in turn, so that weights come from memory as in a pass
+TURNS = 5  # repetitions; the shortest time counts, since other programs only make times longer
+TRIES = 2  # attempts if other programs disturb a measurement
+ADVANTAGE = 1.1  # the speedup from which another backend replaces the preferred one
 
 MeasuredTimes = Mapping["BackendKind", Sequence[float]]  # seconds for each of ROWS
 logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class BackendKind:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        by = "compiled kernels" if self.kernels == "native" else "torch's operators"
-        return f"{by}, {str(self.dtype).removeprefix('torch.')}"
+        kernels = "compiled kernels" if self.kernels == "native" else "torch's operators"
+        return f"{kernels}, {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class BackendChoice:
 
 
 def cpu_backend(choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None) -> Backend:
-    """The compiled kernels if `find_kernels` finds them, else torch's operators."""
+    """The compiled kernels if they are available and `choice` allows them, else torch's operators."""
     return find_kernels(choice, dtype, progress) or TorchBackend()
 
 
@@ -86,7 +86,7 @@ def choose_backend(
     config: ModelConfig,
     progress: ProgressCallback | None = None,
 ) -> BackendChoice:
-    """The fastest backend that `choice` and `dtypes` allow, with a preference for compiled kernels and the first dtype.
+    """The fastest backend that `choice` and `dtypes` allow; compiled kernels in the first dtype are preferred.
 
     Raises UnsupportedModel if `choice` is "native" and there are no kernels.
     """
@@ -96,7 +96,7 @@ def choose_backend(
         backends += [BackendKind("torch", dtype) for dtype in torch_dtypes(dtypes)]
     preferred, *others = backends
     others = [other for other in others if other.kernels == "native" or is_packed(other)]
-    # With integer weights torch's operators were never faster; grouping rows of experts in Python is not in the times.
+    # torch's operators were never faster with integer weights; for experts, the times would lack the grouping of rows.
     if not native or not others or quantize is not None or config.experts is not None:
         return BackendChoice(preferred)
     shapes = products(config)
@@ -107,7 +107,7 @@ def choose_backend(
 
 
 def fastest(times: Mapping[BackendKind, float], is_trusted: Callable[[BackendKind], bool]) -> BackendChoice:
-    """The first of `times`, unless another trusted backend is faster by more than the measurement error."""
+    """The first of `times`, unless another trusted backend is faster by a factor of at least ADVANTAGE."""
     preferred, *others = times
     for other in sorted(others, key=times.__getitem__):
         if times[other] * ADVANTAGE >= times[preferred]:
@@ -118,7 +118,7 @@ def fastest(times: Mapping[BackendKind, float], is_trusted: Callable[[BackendKin
 
 
 def torch_dtypes(dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
-    """The dtypes that torch's operators compute fast on this CPU; float32 if none of them is."""
+    """The dtypes that torch's operators compute fast on this CPU (a single dtype always counts), else float32."""
     slow = (torch.float16,) if has_bfloat16_linears() else (torch.float16, torch.bfloat16)
     return [dtype for dtype in dtypes if len(dtypes) == 1 or dtype not in slow] or [torch.float32]
 
@@ -129,13 +129,13 @@ def has_bfloat16_linears() -> bool:
 
 
 def is_packed(backend: BackendKind) -> bool:
-    """Whether torch has packed operators for it here; without them it is never faster than compiled kernels."""
+    """Whether torch has packed operators for this backend here; without them it is never faster than the kernels."""
     supported = backend.dtype != torch.bfloat16 or has_bfloat16_linears()
     return supported and packing_available(torch.empty(0, dtype=backend.dtype))
 
 
 def is_trusted(backend: BackendKind, config: ModelConfig) -> bool:
-    """Whether the bits of a row do not depend on other rows, in every layer. Compiled kernels guarantee it."""
+    """Whether the bits of a row do not depend on other rows, in every layer; always so in compiled kernels."""
     threads = torch.get_num_threads()
     return backend.kernels == "native" or all(
         trusted_rows(*shape, backend.dtype, False, threads) for shape in products(config)
@@ -145,51 +145,51 @@ def is_trusted(backend: BackendKind, config: ModelConfig) -> bool:
 def answer_times(
     backends: Sequence[BackendKind], shapes: Mapping[tuple[int, int], int], progress: ProgressCallback | None
 ) -> dict[BackendKind, float]:
-    """Seconds of each backend for the linear layers of a model in a typical answer (PASSES).
+    """The seconds that the linear layers of a model take in a typical answer (PASSES), by backend.
 
-    Measurements are stored. Returns {} if other programs disturb the measurement at every try.
+    Reads and stores measured times. Returns {} if other programs disturb every measurement.
     """
-    total, kept = dict.fromkeys(backends, 0.0), read_times()
+    total, stored = dict.fromkeys(backends, 0.0), read_times()
     for number, ((outputs, inputs), count) in enumerate(shapes.items()):
         part = min(outputs, max(64, SAMPLE_WEIGHTS // inputs))
         keys = {backend: times_key(backend, part, inputs) for backend in backends}
-        if not kept.keys() >= set(keys.values()):
+        if not stored.keys() >= set(keys.values()):
             if progress is not None:
                 progress("measuring kernels, once on this machine", number / len(shapes))
-            times_by_backend = undisturbed(partial(measured, backends, part, inputs))
+            times_by_backend = measure_undisturbed(partial(measure, backends, part, inputs))
             if times_by_backend is None:
                 return {}
-            kept = {**read_times(), **{keys[backend]: tuple(times) for backend, times in times_by_backend.items()}}
-            keep_measured(times_file, kept, "The times of kernels")
+            stored = {**read_times(), **{keys[backend]: tuple(times) for backend, times in times_by_backend.items()}}
+            keep_measured(times_file, stored, "The times of kernels")
         for backend, key in keys.items():
-            total[backend] += count * outputs / part * sum(n * s for n, s in zip(PASSES, kept[key], strict=True))
+            total[backend] += count * outputs / part * sum(n * s for n, s in zip(PASSES, stored[key], strict=True))
     return total
 
 
-def undisturbed(measure: Callable[[], MeasuredTimes]) -> MeasuredTimes | None:
-    """The result of a measurement without other busy programs; None if every try was disturbed."""
+def measure_undisturbed(measurement: Callable[[], MeasuredTimes]) -> MeasuredTimes | None:
+    """The result of a measurement that no other program disturbed; None if every attempt was disturbed."""
     for _ in range(TRIES):
         neighbours = Neighbours()
-        times = measure()
+        times = measurement()
         if not disturbs(neighbours.num_busy()):
             return times
-    logger.warning("Kernels were not compared: %s.", disturbance(neighbours.num_busy()))
+    logger.warning("The speeds of kernels were not compared: %s.", disturbance(neighbours.num_busy()))
     return None
 
 
 def times_key(backend: BackendKind, outputs: int, inputs: int) -> str:
     """The key of stored times: everything that the times of a layer depend on."""
     kernels = find_kernels(backend.kernels, backend.dtype)
-    by = f"forerun {__version__} {kernels.file}" if kernels else f"torch {torch.__version__}"
-    return f"{by}, {order_of_sums()}: {backend.dtype}, {outputs} x {inputs}"
+    version = f"forerun {__version__} {kernels.file}" if kernels else f"torch {torch.__version__}"
+    return f"{version}, {order_of_sums()}: {backend.dtype}, {outputs} x {inputs}"
 
 
-def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> MeasuredTimes:
-    """The shortest seconds of such a layer with each backend for each of ROWS; backends are measured in turn."""
+def measure(backends: Sequence[BackendKind], outputs: int, inputs: int) -> MeasuredTimes:
+    """The shortest seconds of a layer of this size by backend, for each of ROWS; backends are measured in turn."""
     dice = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=dice) * inputs**-0.5
     x = torch.randn(max(ROWS), inputs, generator=dice)
-    layers = {each: [sample(each, weight) for _ in range(COPIES)] for each in backends}
+    layers = {each: [make_layer(each, weight) for _ in range(COPIES)] for each in backends}
     shortest = {backend: [math.inf] * len(ROWS) for backend in backends}
     for _ in range(TURNS):
         for backend, copies in layers.items():
@@ -202,8 +202,8 @@ def measured(backends: Sequence[BackendKind], outputs: int, inputs: int) -> Meas
     return {backend: tuple(times) for backend, times in shortest.items()}
 
 
-def sample(backend: BackendKind, weight: Tensor) -> Linear:
-    """A layer of this backend, trusted or not."""
+def make_layer(backend: BackendKind, weight: Tensor) -> Linear:
+    """A linear layer of this backend, trusted or not."""
     kernels = find_kernels(backend.kernels, backend.dtype)
     return (kernels.linear if kernels else PackedLinear)(weight.to(backend.dtype), None)
 
@@ -214,7 +214,7 @@ def times_file() -> Path:
 
 
 def read_times() -> dict[str, tuple[float, ...]]:
-    """All stored times of all machines; none if the file cannot be read or has another content."""
+    """All stored times; none if the file cannot be read or has another content."""
     with suppress(OSError, ValueError, RecursionError):
         stored = json.loads(times_file().read_text(encoding="utf-8"))
         return {key: tuple(row) for key, row in stored.items() if is_times(row)} if isinstance(stored, dict) else {}
@@ -222,6 +222,6 @@ def read_times() -> dict[str, tuple[float, ...]]:
 
 
 def is_times(value: object) -> bool:
-    """Whether a JSON value is the times of a backend as `measured` returns them."""
+    """Whether a JSON value has the form of a backend's times, as `measure` returns them."""
     rows = value if isinstance(value, list) and len(value) == len(ROWS) else [None]
     return all(isinstance(seconds, float) and 0 < seconds < math.inf for seconds in rows)

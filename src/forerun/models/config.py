@@ -1,7 +1,7 @@
 """ModelConfig: the configuration of a checkpoint, read from config.json into one form.
 
-This file decides which checkpoints the decoder supports, and refuses others with the name of the field. It reads both
-forms of Hugging Face configurations: `rope_theta`, `rope_scaling` and `torch_dtype`, or `rope_parameters` and `dtype`.
+This file decides which checkpoints the decoder supports; the error for any other names the field. It reads both forms
+of Hugging Face configurations: `rope_theta`, `rope_scaling` and `torch_dtype`, or `rope_parameters` and `dtype`.
 Missing keys have Hugging Face's defaults. `weights.py` checks the tensors against the configuration.
 """
 
@@ -21,14 +21,14 @@ from forerun.models.families import FAMILIES, LLAMA_FORM, Family, LayerForm, Win
 from forerun.models.foreign import OF_OTHER_KINDS, ORIGINAL, PARTS, describe_unreadable
 from forerun.models.inside import text_part
 from forerun.models.quantized.scheme import read_scheme
-from forerun.models.rope_config import RopeConfig, read_rope, read_rotary_dim, read_turned, turning_layers
+from forerun.models.rope_config import RopeConfig, listed_rotary_layers, read_rope, read_rotary_dim, read_rotated
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
 WIDENED = "forerun_widened"  # key in config.json of a widened checkpoint
 SILU = ("silu", "swish")  # two names of the same function
 GELU = ("gelu_pytorch_tanh",)
-MOST_LAYERS = 10_000  # a plausibility limit
+MOST_LAYERS = 10_000  # more are taken for a damaged config.json
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -36,14 +36,14 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 class ModelConfig(LayerForm):
     """The configuration of a decoder-only transformer and of its checkpoint.
 
-    `windows[i]` is the number of tokens that layer i attends to, the token itself included; None: all. `dtype` is the
-    checkpoint's. Any of `eos_ids` ends a generation. `widened` is the label of a checkpoint made by `forerun widen`,
-    shown with all measurements. `experts` is None if all layers are dense; `intermediate` is that of dense MLPs. The
-    scales multiply embeddings, the outputs of attention and MLP, queries (besides 1/sqrt(head_dim)), and logits.
-    Layer i has the rotary table `rope` if `turned[i]`, else `local_rope`, None: it is not rotated; with `turned` empty
-    all have `rope`. `rotary_dim` elements of each head are rotated; 0: all. `score_cap` and `logits_cap` are soft caps
-    of attention scores and logits. `longest_text` is the text length for length-dependent rotary scalings; 0:
-    `max_positions`.
+    `windows[i]` is the sliding window of layer i in tokens, the token itself included; None: full attention. `dtype` is
+    the checkpoint's. Any of `eos_ids` ends a generation. `widened` is the label of a checkpoint that `forerun widen`
+    made, shown with all measurements. `experts` is None if all MLPs are dense, whose width is `intermediate`.
+    The scales multiply embeddings, the outputs of attention and MLP (`residual_scale`), queries (in addition to
+    1/sqrt(head_dim)), and logits. Layer i uses the rotary parameters `rope` if `rotated[i]`, else `local_rope`, or no
+    rotation if that is None; with `rotated` empty all layers use `rope`. `rotary_dim` elements of each head are
+    rotated; 0: all. `score_cap` and `logits_cap` are soft caps of attention scores and logits. `longest_text` is the
+    text length that length-dependent rotary scalings assume; 0: `max_positions`.
     """
 
     family: str
@@ -68,11 +68,11 @@ class ModelConfig(LayerForm):
     widened: str | None = None
     experts: ExpertsConfig | None = None
     embedding_scale: float = 1.0
-    added_scale: float = 1.0
+    residual_scale: float = 1.0
     query_scale: float = 1.0
     logits_scale: float = 1.0
     local_rope: RopeConfig | None = None
-    turned: tuple[bool, ...] = ()
+    rotated: tuple[bool, ...] = ()
     rotary_dim: int = 0
     score_cap: float | None = None
     logits_cap: float | None = None
@@ -80,30 +80,30 @@ class ModelConfig(LayerForm):
 
     @property
     def is_plain(self) -> bool:
-        """Whether layers are like Llama's except for widths, biases, windows, q/k norms, sinks and experts."""
-        scales = self.embedding_scale, self.added_scale, self.query_scale, self.logits_scale
-        others = self.turned, self.rotary_dim, self.score_cap, self.logits_cap, self.rope.query_beta
+        """Whether layers differ from Llama's only in widths, biases, windows, q/k norms, sinks and experts."""
+        scales = self.embedding_scale, self.residual_scale, self.query_scale, self.logits_scale
+        others = self.rotated, self.rotary_dim, self.score_cap, self.logits_cap, self.rope.query_beta
         form = {**LLAMA_FORM, "qk_norm": self.qk_norm, "sinks": self.sinks}
-        alike = all(getattr(self, name) == usual for name, usual in form.items())
-        return alike and set(scales) == {1.0} and not any(others)
+        has_form = all(getattr(self, name) == usual for name, usual in form.items())
+        return has_form and set(scales) == {1.0} and not any(others)
 
     @property
-    def num_turns(self) -> int:
-        """Number of rotary tables that layers use."""
-        return 1 if all(self.turned) else 2
+    def num_rope_tables(self) -> int:
+        """The number of rotary tables: 2 if some layers use `local_rope`."""
+        return 1 if all(self.rotated) else 2
 
     @property
-    def queries_grow(self) -> bool:
-        """Whether queries have their own rotary table after the others, whose values grow with the position."""
+    def grows_queries(self) -> bool:
+        """Whether queries have their own rotary table, times a factor that grows with the position (`query_growth`)."""
         return bool(self.rope.query_beta) and self.max_positions > self.rope.original_max_positions
 
     @property
     def group(self) -> int:
-        """Query heads that share one key head."""
+        """The number of query heads that share one key head."""
         return self.heads // self.kv_heads
 
     def layer_fields(self) -> dict[str, Any]:
-        """The shape of the layers as fields of config.json."""
+        """The shape of the layers, as keys and values of config.json."""
         return {
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
@@ -137,7 +137,7 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
     positions = fields.whole("max_position_embeddings")
     head_dim, windows = read_head_dim(fields, family, hidden, heads), read_windows(fields, family, layers)
     rotary_dim = read_rotary_dim(fields, family, head_dim)
-    score_cap, logits_cap = (fields.optional(key) if key in family.capped else None for key in CAPS)
+    score_cap, logits_cap = (fields.optional(key) if key in family.soft_caps else None for key in CAPS)
 
     def rope(of: str) -> RopeConfig:
         return read_rope(fields, family, positions, rotary_dim or head_dim, of)
@@ -164,13 +164,13 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
         bos_id=bos,
         eos_ids=tuple(i for i in eos if i < vocab_size),
         widened=read_widened(fields),
-        experts=read_experts(fields, family.sparse, layers),
+        experts=read_experts(fields, family.moe, layers),
         embedding_scale=math.sqrt(hidden) if family.scaled_embedding else read_scale(fields, family, "embedding"),
-        added_scale=read_scale(fields, family, "added"),
+        residual_scale=read_scale(fields, family, "residual"),
         query_scale=read_query_scale(fields, family, head_dim),
-        logits_scale=read_scale(fields, family, "output") / read_scale(fields, family, "logits"),
-        local_rope=rope("sliding_attention") if family.local else None,
-        turned=read_turned(fields, family, windows),
+        logits_scale=read_scale(fields, family, "logits") / read_scale(fields, family, "logits_divisor"),
+        local_rope=rope("sliding_attention") if family.local_theta else None,
+        rotated=read_rotated(fields, family, windows),
         rotary_dim=rotary_dim,
         score_cap=score_cap,
         logits_cap=logits_cap,
@@ -179,9 +179,10 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
 
 
 def find_family(fields: Fields) -> Family:
-    """The family of this architecture, or of its base model; by model_type if no architecture is given."""
+    """The family of the first supported architecture; without any, by model_type. `XModel` means `XForCausalLM`."""
     names = fields.names("architectures")
-    rows = [FAMILIES[name] for name in (each.replace("Model", "ForCausalLM") for each in names) if name in FAMILIES]
+    with_heads = [name.replace("Model", "ForCausalLM") for name in names]
+    rows = [FAMILIES[name] for name in with_heads if name in FAMILIES]
     if not names:
         rows = [family for family in FAMILIES.values() if family.name == fields.values.get("model_type")]
     if rows:
@@ -190,35 +191,35 @@ def find_family(fields: Fields) -> Family:
     for part in PARTS:
         if isinstance(fields.values.get(part), dict):
             kind = shown(fields.values[part].get("model_type"))
-            supported = f"this is a model of several parts, whose {part} is of type {kind}; {supported}, by themselves"
+            supported = f"this is a multimodal model, whose {part} is of type {kind}; {supported}, by themselves"
     other = describe_unreadable(fields.path.parent, OF_OTHER_KINDS)
     raise fields.refuse(key, f"the folder {other}" if other else f"{supported}: choose a checkpoint of one of these")
 
 
 def refuse_options(fields: Fields, family: Family) -> None:
-    """Raise UnsupportedModel for options that change results and that the decoder does not support."""
+    """Raise UnsupportedModel for options that would change results and that the decoder does not support."""
     read_scheme(fields)
     if fields.values.get("quantization") is not None:
         raise fields.refuse("quantization", f"weights quantised by MLX are not read: {ORIGINAL}")
-    key, known = "hidden_activation" if family.capped else "hidden_act", GELU if family.gelu else SILU
+    key, known = "hidden_activation" if family.soft_caps else "hidden_act", GELU if family.gelu else SILU
     if fields.values.get(key, known[0]) not in known:
         raise fields.refuse(key, f"supported is {known[0]}: choose a checkpoint with it")
-    if not family.capped:  # other families do not read what follows
+    if not family.soft_caps:  # only Gemma's families have the options below
         return
     for key in CAPS:
-        if key not in family.capped and fields.values.get(key) is not None:
-            raise fields.refuse(key, f"{family.name} is computed without it: choose another checkpoint")
+        if key not in family.soft_caps and fields.values.get(key) is not None:
+            raise fields.refuse(key, f"the decoder computes {family.name} without it: choose another checkpoint")
     if fields.values.get("use_bidirectional_attention"):
         raise fields.refuse("use_bidirectional_attention", "it must be false: choose a model that writes text")
 
 
 def read_scale(fields: Fields, family: Family, of: str) -> float:
-    """The scale of `of`, if the family has a key for it; else 1."""
+    """The factor `of` in Family.scales; 1 if the family has no key for it."""
     return fields.number(family.scales[of], 1.0) if of in family.scales else 1.0
 
 
 def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
-    """The scale of queries, besides 1/sqrt(head_dim)."""
+    """The factor of queries in addition to 1/sqrt(head_dim)."""
     if "scores" in family.scales:
         return read_scale(fields, family, "scores") * math.sqrt(head_dim)
     if family.query_scalar is None:
@@ -227,13 +228,13 @@ def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:
 
 
 def has_bias(fields: Fields, family: Family, declared: bool | str | tuple[str, ...]) -> bool:
-    """Whether the family has this bias; `declared` is the answer, or the key (or keys) of config.json that hold it."""
+    """Whether layers have a bias; `declared` is the answer, or the keys of config.json of which one must be true."""
     keys = (declared,) if isinstance(declared, str) else declared
-    return keys if isinstance(keys, bool) else any(fields.flag(key, family.biased) for key in keys)
+    return keys if isinstance(keys, bool) else any(fields.flag(key, family.bias_default) for key in keys)
 
 
 def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    """The width of a head: from config.json, the family's default, or the hidden size over the heads."""
+    """The width of a head: head_dim in config.json, else the family's default, else hidden size / number of heads."""
     if fields.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
         raise fields.refuse("num_attention_heads", f"it must divide hidden_size, {hidden}, or head_dim be given")
     head_dim = fields.whole("head_dim", family.head_dim or hidden // heads)
@@ -243,36 +244,36 @@ def read_head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> in
 
 
 def read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window, by the family's rule. Contradicting layer_types are refused, not ignored."""
+    """Each layer's sliding window, by the family's rule; layer_types that contradict the rule are refused."""
     rule = family.windows
-    asks = rule in (Windows.ASKED, Windows.LISTED, Windows.BELOW, Windows.NOT_TURNED)
-    on = rule is not Windows.NONE and (not asks or fields.flag("use_sliding_window"))
-    on = on and fields.values.get("sliding_window", family.window) is not None
-    window = fields.whole("sliding_window", family.window) if on else None
-    slides = sliding_by_default(fields, rule, layers) if on else [False] * layers
-    full = ["sliding_attention" if each else "full_attention" for each in slides]
-    types = fields.names("layer_types") or full
+    reads_flag = rule in (Windows.IF_USED, Windows.LISTED, Windows.EVERY_OTHER_BELOW, Windows.UNROTATED)
+    enabled = rule is not Windows.NONE and (not reads_flag or fields.flag("use_sliding_window"))
+    enabled = enabled and fields.values.get("sliding_window", family.window) is not None
+    window = fields.whole("sliding_window", family.window) if enabled else None
+    slides = sliding_by_default(fields, rule, layers) if enabled else [False] * layers
+    usual_types = ["sliding_attention" if each else "full_attention" for each in slides]
+    types = fields.names("layer_types") or usual_types
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise fields.refuse("layer_types", f"it must give full_attention or sliding_attention for {layers} layers")
-    if types != full and (rule in (Windows.NONE, Windows.ALL, Windows.ASKED) or window is None):
-        problem = f"in {family.name} with sliding_window {window} all layers must be {full[0]}: correct either"
+    if types != usual_types and (rule in (Windows.NONE, Windows.ALL, Windows.IF_USED) or window is None):
+        problem = f"in {family.name} with sliding_window {window} all layers must be {usual_types[0]}: correct either"
         raise fields.refuse("layer_types", problem)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def sliding_by_default(fields: Fields, rule: Windows, layers: int) -> list[bool]:
-    """Which layers have a window by the family's rule, for a model with windows but without layer_types."""
+    """Which layers have a window by the family's rule, in a model that has windows but no layer_types."""
     if rule is Windows.LISTED:
         return [i >= fields.whole("max_window_layers", 28, least=0) for i in range(layers)]
     if rule in (Windows.EVERY_FOURTH, Windows.EVERY_SIXTH):
         usual = 6 if rule is Windows.EVERY_SIXTH else 4
         period = fields.whole("sliding_window_pattern", fields.whole("_sliding_window_pattern", usual))
         return [(i + 1) % period != 0 for i in range(layers)]
-    if rule is Windows.NOT_TURNED:
-        return [not turns for turns in turning_layers(fields, layers)]
+    if rule is Windows.UNROTATED:
+        return [not rotates for rotates in listed_rotary_layers(fields, layers)]
     if rule is Windows.EVERY_OTHER:
         return [i % 2 == 0 for i in range(layers)]
-    if rule is Windows.BELOW:
+    if rule is Windows.EVERY_OTHER_BELOW:
         return [i % 2 == 0 and i < fields.whole("max_window_layers", 28, least=0) for i in range(layers)]
     return [True] * layers
 
@@ -283,21 +284,21 @@ def read_widened(fields: Fields) -> str | None:
     if made is None:
         return None
     if not isinstance(made, dict) or not isinstance(made.get("from"), str):
-        raise fields.refuse(WIDENED, 'it must be an object that says what it was made "from": widen again')
+        raise fields.refuse(WIDENED, 'it must be an object with the name of its source under "from": widen again')
     numbers = fields.inside(WIDENED)
     before, after = (amount(numbers.whole(key, most=2**63)) for key in ("parameters_before", "parameters"))
     return f"{made['from']} (widened from {before} to {after} parameters)"
 
 
 def amount(count: int) -> str:
-    """A number of parameters with two digits: 11 M, 0.51 B."""
+    """A number of parameters, rounded to two digits, such as 11 M or 0.51 B."""
     unit, size = next((u, n) for u, n in UNITS.items() if count >= n / 10 or n == 1)
     value = count / size
     return f"{value:.2g} {unit}".rstrip() if value < 99.5 else f"{value:.0f} {unit}".rstrip()
 
 
 def read_dtype(fields: Fields) -> torch.dtype:
-    """The checkpoint's dtype; float32 if config.json has none."""
+    """The dtype in config.json; float32 if there is none."""
     key = "dtype" if fields.values.get("dtype") else "torch_dtype"
     name = (fields.text(key) or "float32").removeprefix("torch.")
     if name not in DTYPES:
@@ -306,14 +307,14 @@ def read_dtype(fields: Fields) -> torch.dtype:
 
 
 def special_sources(folder: Path) -> list[Fields]:
-    """The files with special ids, by precedence: generation_config.json first, which may list several end ids."""
+    """The files with special ids, the most authoritative first: generation_config.json may list several end ids."""
     paths = [folder / name for name in ("generation_config.json", "config.json")]
     sources = [read_fields(path) for path in paths if path.exists()]
     return [*sources, *map(text_part, sources)]
 
 
 def read_special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
-    """The bos id and all eos ids."""
+    """The bos id (None: there is none) and all eos ids."""
     sources = special_sources(folder)
     bos = next((ids[0] for ids in (token_ids(s, "bos_token_id") for s in sources) if ids), None)
     return bos, next((ids for ids in (token_ids(s, "eos_token_id") for s in sources) if ids), ())

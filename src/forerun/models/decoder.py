@@ -1,6 +1,6 @@
-"""One decoder for all model families: its weights, and a forward pass over packed tokens.
+"""Decoder: the one decoder-only transformer of all model families, with its weights and its forward pass.
 
-Families differ only by declared values of ModelConfig; machines by the backend that computes the layers.
+Families differ only in the values of ModelConfig; a `Backend` computes the layers on the device at hand.
 """
 
 from __future__ import annotations
@@ -32,68 +32,67 @@ from forerun.models.shards.shard import WHOLE, Columns
 
 
 @dataclass(frozen=True, slots=True)
-class Tapped:
+class TapStates:
     """The hidden states of a pass at the requested taps, one tensor per tap.
 
-    States after the final norm are normed by `norms` when they are read, since most are never needed. If a pass returns
-    all taps in one tensor, already normed, that is `together`.
+    `norms[i]` is applied to the states of tap i when `rows` reads them, since most states after the final norm are
+    never read. If a pass returns all taps in one tensor, already normed, that is `stacked`.
     """
 
     states: Sequence[Float[Tensor, "total hidden"]]
     norms: Sequence[Callable[[Tensor], Tensor] | None]
-    together: Float[Tensor, "total taps hidden"] | None = None
+    stacked: Float[Tensor, "total taps hidden"] | None = None
 
     @classmethod
-    def side_by_side(cls, states: Float[Tensor, "total taps hidden"]) -> Tapped:
+    def of_stacked(cls, states: Float[Tensor, "total taps hidden"]) -> TapStates:
         return cls(states.unbind(1), [None] * states.shape[1], states)
 
     @classmethod
-    def joined(cls, passes: Sequence[Tapped]) -> Tapped:
+    def joined(cls, passes: Sequence[TapStates]) -> TapStates:
         """The states of several passes, concatenated."""
         if len(passes) == 1:
             return passes[0]
-        wholes = [each.together for each in passes if each.together is not None]
-        if len(wholes) == len(passes):
-            return cls.side_by_side(torch.cat(wholes))
+        stacked = [each.stacked for each in passes if each.stacked is not None]
+        if len(stacked) == len(passes):
+            return cls.of_stacked(torch.cat(stacked))
         return cls([torch.cat(tap) for tap in zip(*(each.states for each in passes), strict=True)], passes[0].norms)
 
-    def rows(self, places: list[int] | None = None) -> Float[Tensor, "rows taps hidden"]:
-        """The states of the tokens with these indices, of all tokens if None."""
-        states = self.states
-        if self.together is not None:
-            together = self.together
-            if places is None:
-                return together
-            first = min(places, default=0)
-            if places == [*range(first, first + len(places))]:  # as of one chain
-                return together[first : first + len(places)]
-            return together[upload(places, torch.long, together.device)]
-        if places is not None and places != [*range(len(states[0]))]:
-            at = upload(places, torch.long, states[0].device)
+    def rows(self, indices: list[int] | None = None) -> Float[Tensor, "rows taps hidden"]:
+        """The states of the tokens with these indices in the pass; of all tokens if None."""
+        states, stacked = self.states, self.stacked
+        if stacked is not None:
+            if indices is None:
+                return stacked
+            first = min(indices, default=0)
+            if indices == [*range(first, first + len(indices))]:  # a view, without a copy
+                return stacked[first : first + len(indices)]
+            return stacked[upload(indices, torch.long, stacked.device)]
+        if indices is not None and indices != [*range(len(states[0]))]:
+            at = upload(indices, torch.long, states[0].device)
             states = [each.index_select(0, at) for each in states]
         normed = [each if norm is None else norm(each) for each, norm in zip(states, self.norms, strict=True)]
         return torch.stack(normed, dim=1) if len(normed) > 1 else normed[0][:, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
-    """The result of a pass through layers: the residual stream after the last one, and the requested taps."""
+class LayerOutputs:
+    """The outputs of some layers: the residual stream after the last of them, and the requested taps."""
 
     last: Float[Tensor, "total hidden"]
-    tapped: Tapped | None
+    tapped: TapStates | None
 
 
 @dataclass(frozen=True, slots=True)
-class States:
-    """The result of a pass: the requested logits, and the hidden states of all tokens, packed in the order of the
-    reads.
+class Outputs:
+    """The outputs of a runner's pass: the requested logits, and the hidden states of all tokens, in the reads' order.
 
-    On a GPU later passes overwrite `hidden`: copy it to keep it. `span` is when the pass ran, if it was launched ahead.
+    `hidden` is the residual stream after the last layer; on a GPU the next pass overwrites it. `tapped` is None if no
+    taps were requested. `span` is the time that the pass took on the device, if it was launched ahead.
     """
 
     logits: Float[Tensor, "judged vocab"]
     hidden: Float[Tensor, "total hidden"]
-    tapped: Tapped | None
+    tapped: TapStates | None
     span: DeviceSpan | None = None
 
     @property
@@ -105,15 +104,15 @@ class States:
 class Decoder:
     """A decoder-only transformer over a PagedCache.
 
-    `take(name, shape)` yields each checkpoint tensor once, layer by layer; each is packed and dropped, so loading never
-    holds more than the weights and the tensors of one layer. A tied head keeps a packed copy of the embedding.
-    `quantize` applies to the layers, and the head has 8 bits; embedding, norms, attention and routers have `dtype`.
-    Weights from `take_groups` keep their stored format. With a `host` the layers read its states, and use its embedding
-    and head. A `head` replaces the checkpoint's. With `ranks` layers and head are this rank's shard; `whole_head` makes
-    the whole head.
+    The constructor reads each checkpoint tensor once, with `take(name, shape)`, layer by layer, and drops it when it is
+    packed: loading never holds more than the packed weights and the tensors of one layer. A tied head is a packed copy
+    of the embedding. With `quantize`, the linear layers of attention and MLPs have that format, and the head has 8
+    bits; embedding, norms, KV cache and routers have `dtype`. Weights that `take_groups` returns keep their stored
+    numbers. With a `host` (the target of trained layers), embedding and head are the host's. `head` replaces the
+    checkpoint's head. With `ranks`, layers and head are this rank's shard, and `whole_head` makes the entire head.
     """
 
-    layers_alone: ClassVar[bool] = True  # whether a pass is embeddings, or states in their place, layers and a norm
+    has_plain_forward: ClassVar[bool] = True  # False in subclasses whose `forward` is another
     ranks: RankGroup | None = None
     whole_head: Callable[[], Linear] | None = None
 
@@ -134,11 +133,11 @@ class Decoder:
         self.ranks = ranks
         shard = WHOLE if ranks is None else ranks.shard
         self.dtype = dtype
-        layers = LayerMaker(config, dtype, backend, quantize, take_groups, shard)
         table = (config.vocab_size, config.hidden)
         self.embedding: Tensor = host.embedding if host else take(EMBEDDING, table).to(dtype)
-        self.layers = [layers.load(take, i) for i in range(config.layers)]
-        self.norm = gains(take(FINAL_NORM, (config.hidden,)).to(dtype), config.from_one)
+        maker = partial(LayerMaker, config, dtype, backend, quantize, take, take_groups, shard)
+        self.layers = [maker(index).layer() for index in range(config.layers)]
+        self.norm = gains(take(FINAL_NORM, (config.hidden,)).to(dtype), config.gains_minus_one)
         if config.logits_scale != 1:
             self.norm = self.norm.float() * config.logits_scale
 
@@ -154,7 +153,7 @@ class Decoder:
         self.whole_head = whole_head
         if config.embedding_scale != 1 and host is None:  # after making the head, which may share the table
             self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
-        if config.centred and host is None:
+        if config.layer_norm and host is None:
             self.embedding = centred(self.embedding, 1)
         if shard.rank:  # rank 0 sends states, not tokens
             self.embedding = self.embedding[:1].clone()
@@ -163,17 +162,17 @@ class Decoder:
         self.executor = backend.executor(parts)
 
     def shared_head(self) -> Linear:
-        """The whole output head, for drafters that use it: a separate copy if ranks share the head."""
+        """The entire output head, for drafters that use it; a separate copy if the head is split over ranks."""
         return self.head if self.whole_head is None else self.whole_head()
 
     @property
-    def stream(self) -> torch.dtype:
-        """The dtype of the residual stream, and of all states that passes return."""
-        return self.executor.stream
+    def stream_dtype(self) -> torch.dtype:
+        """The dtype of the residual stream, and of all hidden states that passes return."""
+        return self.executor.stream_dtype
 
     @property
     def num_experts_read(self) -> int:
-        """Counters, updated by every pass: experts read in each layer; empty for dense models."""
+        """The number of experts that all passes so far have read, summed over layers; 0 for dense models."""
         return self.executor.num_experts_read
 
     @property
@@ -184,10 +183,9 @@ class Decoder:
         return {**sizes, "dtype": self.dtype, "device": self.embedding.device}
 
     def lower(self, num_layers: int) -> Decoder:
-        """The first layers with the same norm and head, as a decoder that shares its tensors.
+        """A decoder of the first `num_layers` layers, with the same norm and head; it shares all tensors.
 
-        It gives the same bits as those layers of the whole decoder, and reads and writes the first layers of the same
-        caches.
+        Its layers give the same bits as in the entire decoder, and use the first layers of the same caches.
         """
         part = copy(self)
         part.config = replace(self.config, layers=num_layers, windows=self.config.windows[:num_layers])
@@ -203,25 +201,25 @@ class Decoder:
         layers: range | None = None,
         inputs: Float[Tensor, "total hidden"] | None = None,
         taps: Sequence[int] = (),
-    ) -> Hidden:
-        """Run the batch through `layers` (default: all), from `inputs` (default: the embeddings).
+    ) -> LayerOutputs:
+        """Run the batch through `layers` (default: all), from `inputs` (default: the embeddings of its tokens).
 
-        Keys and values are written to `batch.slots`. Taps: i is the residual stream entering layer i, num_layers the
-        one before the final norm, -1 the one after it.
+        Keys and values are written to `batch.slots`. Tap i is the residual stream that enters layer i; tap num_layers
+        is the stream before the final norm, and tap -1 the stream after it.
         """
-        x = (self.embedding[batch.tokens] if inputs is None else inputs).to(self.executor.stream)
+        x = (self.embedding[batch.tokens] if inputs is None else inputs).to(self.executor.stream_dtype)
         layers = range(len(self.layers)) if layers is None else layers
-        kept: dict[int, Tensor] = {}
+        streams: dict[int, Tensor] = {}  # by the layer that they enter
         cuts = sorted({layers.start, layers.stop, *(t for t in taps if t in layers)})
         for first, end in pairwise(cuts):
-            kept[first] = x
+            streams[first] = x
             x = self.executor.run(range(first, end), x, batch, cache)
-        kept[layers.stop] = kept[-1] = x
+        streams[layers.stop] = streams[-1] = x
         norms = [partial(rms_norm, gain=self.norm, eps=self.config.norm_eps) if t == -1 else None for t in taps]
-        return Hidden(x, Tapped([kept[t] for t in taps], norms) if taps else None)
+        return LayerOutputs(x, TapStates([streams[t] for t in taps], norms) if taps else None)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        """The logits in float32 of these rows of the residual stream."""
+        """The logits, in float32, of these rows of the residual stream."""
         return self.executor.logits(hidden)
 
 
@@ -233,7 +231,7 @@ def make_head(
     quantize: Quantization | None,
     ids: Int[Tensor, " ids"] | None = None,
 ) -> Linear:
-    """The output head for all tokens, or for these only; tied to the embedding where the model is."""
+    """The output head for all tokens, or for the tokens `ids`, from the embedding if the model ties them."""
     c, rows = config, slice(None) if ids is None else ids
     name, shape = EMBEDDING if c.tied else HEAD, (c.vocab_size, c.hidden)
     groups = take_groups(name, shape) if take_groups is not None and not c.norm_bias else None

@@ -1,6 +1,6 @@
 """ExpertsConfig: the mixture-of-experts layers of a model, read from config.json into one form.
 
-`families.py` lists the keys of each family; `projections.py` has the tensors.
+`families.py` declares the keys of each family, and `projections.py` the tensors.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forerun.fields import AGAIN, Fields
-from forerun.models.families import ExpertNames, Sparse
+from forerun.models.families import ExpertNames, MoeForm
 
-MOST_EXPERTS = 10_000  # of a layer: a plausibility limit
+MOST_EXPERTS = 10_000  # of a layer; more are taken for a damaged config.json
 COUNT_KEYS = ("num_experts", "num_local_experts")  # two names of the same number
 
 
 @dataclass(frozen=True, slots=True)
 class Clamp:
-    """A clamped activation: gate at most `limit`, up within [-limit, limit]; the sigmoid's input is times `alpha`."""
+    """Clamped SwiGLU: gate <= limit, -limit <= up <= limit, and `gate * sigmoid(alpha * gate) * (up + 1)`."""
 
     alpha: float
     limit: float
@@ -26,8 +26,8 @@ class Clamp:
 class ExpertsConfig:
     """The mixture-of-experts layers of a model: each of `layers` has `count` experts, `active` of them for each token.
 
-    `intermediate` is the number of neurons of an expert, `shared` that of the gated shared expert; 0: there is none.
-    `normalised`: routing weights are a softmax over the chosen experts, else over all. `clamp` None: SiLU.
+    `intermediate` is the width of an expert's MLP, `shared` that of the gated shared expert's (0: there is none).
+    `normalised`: routing weights are a softmax over the chosen experts' logits, else over all. `clamp` None: SiLU.
     """
 
     names: ExpertNames
@@ -41,9 +41,9 @@ class ExpertsConfig:
     clamp: Clamp | None
 
 
-def read_experts(fields: Fields, sparse: Sparse | None, layers: int) -> ExpertsConfig | None:
-    """The experts of a model of a family with these facts; None if all layers are dense."""
-    if sparse is None:
+def read_experts(fields: Fields, form: MoeForm | None, layers: int) -> ExpertsConfig | None:
+    """The experts of a model whose family declares `form`; None if all layers are dense."""
+    if form is None:
         return None
     count_key = next((key for key in COUNT_KEYS if fields.values.get(key) is not None), COUNT_KEYS[0])
     count = fields.whole(count_key, most=MOST_EXPERTS)
@@ -51,17 +51,17 @@ def read_experts(fields: Fields, sparse: Sparse | None, layers: int) -> ExpertsC
     if active > count:
         raise fields.refuse("num_experts_per_tok", f"it must be at most {count_key}, {count}: correct it")
     chosen = sparse_layers(fields, layers)
-    clamp = Clamp(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)) if sparse.clamped else None
-    normalised = sparse.normalised
+    clamp = Clamp(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)) if form.clamped else None
+    normalised = form.normalised
     read = ExpertsConfig(
-        names=sparse.names,
+        names=form.names,
         layers=chosen,
         count=count,
         active=active,
-        intermediate=fields.whole(sparse.intermediate),
-        shared=0 if sparse.shared is None else fields.whole(sparse.shared),
+        intermediate=fields.whole(form.intermediate),
+        shared=0 if form.shared is None else fields.whole(form.shared),
         normalised=fields.flag(normalised) if isinstance(normalised, str) else normalised,
-        bias=sparse.bias,
+        bias=form.bias,
         clamp=clamp,
     )
     return read if chosen else None
@@ -78,5 +78,5 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def expected_distinct(count: int, active: int, num_tokens: int) -> float:
-    """Expected number of experts of a layer that a pass reads, if routing is uniform and independent."""
+    """The expected number of distinct experts that a pass reads in a layer, if routing is uniform and independent."""
     return count * (1 - (1 - active / count) ** num_tokens)

@@ -1,7 +1,7 @@
-"""Recognises folders that are no readable checkpoint, for error messages: other formats, parts, broken downloads.
+"""Describes folders that cannot be loaded, for error messages: other formats, adapters, interrupted downloads.
 
-Such a folder is recognised by its files, by config.json or by the names of its tensors; each kind has a description and
-a fix.
+A folder is recognised by its files, by config.json or by the names of its tensors; each kind has a description and a
+fix.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from forerun.limits import shown
 
 ORIGINAL = "use the float16 or bfloat16 original, with --quantize int8 or int4 where memory is short"
 OF_OTHER_KINDS = (
-    ("modules.json", "is of sentence-transformers, whose models make vectors and no text", "choose a language model"),
-    ("model_index.json", "is a pipeline of diffusers, which makes images", "choose a language model"),
+    ("modules.json", "is a model of sentence-transformers, which computes embeddings", "choose a language model"),
+    ("model_index.json", "is a pipeline of diffusers, which generates images", "choose a language model"),
 )
 FOREIGN = (  # file pattern, the most specific first; description; fix
     (
         "adapter_config.json",
-        "is an adapter (LoRA) of {base}, and adapters are not read",
+        "is an adapter (LoRA) of {base}, and adapters are not supported",
         "merge it into its base with peft (`AutoPeftModelForCausalLM.from_pretrained({folder!r}).merge_and_unload()"
         ".save_pretrained(NEW_FOLDER)`)",
     ),
-    ("mmproj*.gguf", "has {name}, the part of a model that reads images", "name the folder of a language model"),
+    ("mmproj*.gguf", "has {name}, the image encoder of a model", "name the folder of a language model"),
     *OF_OTHER_KINDS,
     (
         "pytorch_model*.bin",
-        "has {name} but no safetensors, and pickles can run code, so they are not read",
+        "has {name} but no safetensors, and pickles can run code, so they are not loaded",
         'convert it, if you trust it, with `python -c "from transformers import AutoModelForCausalLM as M; '
         "M.from_pretrained({folder!r}, dtype='auto').save_pretrained({folder!r})\"`",
     ),
     (
         "consolidated*",
-        "has {name}, weights in their publisher's own layout, which is not read",
+        "has {name}, weights in their publisher's own layout, which is not supported",
         "use the version of the model for Hugging Face transformers",
     ),
     (
         "model.safetensors",
-        "has {name}, but a file beside it is missing",
+        "has {name}, but another file is missing",
         "download the rest (`hf download owner/name`)",
     ),
     ("*.safetensors", "has {name} but no model.safetensors", "rename it if it holds the whole model"),
     *(
-        (f"*.{end}", "has {name}, and weights in this format are not read", "use the version in safetensors")
+        (f"*.{end}", "has {name}, and weights in this format are not supported", "use the version in safetensors")
         for end in ("onnx", "h5", "msgpack", "pt", "pth", "bin", "ckpt", "nemo")
     ),
 )
-BROKEN_OFF = tuple(  # files that interrupted downloads leave
+INTERRUPTED = tuple(  # files that interrupted downloads leave
     (pattern, "lacks files whose download was interrupted, as {name} shows", "repeat it (`hf download owner/name`)")
     for pattern in (
         "*.incomplete",
@@ -59,7 +59,7 @@ BROKEN_OFF = tuple(  # files that interrupted downloads leave
         "*.part",
     )
 )
-TENSORS = {  # ends or parts of tensor names, the most specific first, and the format
+TENSORS = {  # endings or parts of tensor names, the most specific first, and their format
     ".lora_A.": "of an adapter (LoRA)",
     ".qweight": "quantised by GPTQ or AWQ",
     ".quant_map": "quantised by bitsandbytes",
@@ -72,14 +72,13 @@ TENSORS = {  # ends or parts of tensor names, the most specific first, and the f
     ".codebooks": "quantised by AQLM",
     ".trellis": "quantised by ExLlama",
     ".q_weight": "quantised by ExLlama",
-    ".scales": "quantised by MLX",  # others have scales too, beside the names above
+    ".scales": "quantised by MLX",  # after the formats above, which have scales too
 }
 PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # keys of multimodal models
 
 
-def describe_unreadable(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*BROKEN_OFF, *FOREIGN)) -> str | None:
-    """A description of an unreadable folder and a fix, as a sentence without its subject, the folder; None if it is of
-    no known kind."""
+def describe_unreadable(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*INTERRUPTED, *FOREIGN)) -> str | None:
+    """What an unusable folder is, and a fix, as a sentence without its subject, the folder; None if it is unknown."""
     for pattern, what, cure in kinds:
         for path in sorted(folder.glob(pattern)):
             base = read_fields(path, ModelError).values.get("base_model_name_or_path") if "{base}" in what else None
@@ -88,9 +87,9 @@ def describe_unreadable(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*
 
 
 def foreign_tensors(names: Iterable[str]) -> str | None:
-    """A description of unsupported tensors with these names and a fix; None if they may be a model's."""
+    """What unsupported tensors of these names are, and a fix; None if they may be a model's."""
     parts = {part for name in names for part in TENSORS if name.endswith(part) or (part[-1] == "." and part in name)}
     part = next((part for part in TENSORS if part in parts), None)
-    config = f"{ORIGINAL}; or config.json as it came with the weights, if that says how they are quantised"
+    config = f"{ORIGINAL}; or the config.json that came with the weights, if that describes the quantisation"
     cure = "merge it into its base with peft (merge_and_unload)" if part == ".lora_A." else config
     return None if part is None else f"its tensors are {TENSORS[part]}, as names with {part} show: {cure}"

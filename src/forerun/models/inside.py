@@ -1,7 +1,7 @@
-"""Multimodal models with a language model inside; the parts that read images or sound are not loaded.
+"""Multimodal models whose language model can be loaded; their image and audio encoders are not.
 
-The table lists the models whose language model treats text as it would alone, with the defaults of its configuration,
-since text_config may omit them.
+The table lists models whose language model computes text exactly as a model of its own would, with the defaults of its
+configuration, which text_config may omit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.fields import Fields
 
-FOR_ALL_PARTS = (  # keys beside text_config that hold for all parts
+FOR_ALL_PARTS = (  # keys outside of text_config that apply to it too
     *("tie_word_embeddings", "dtype", "torch_dtype"),
     *("quantization_config", "compression_config", "quantization"),
 )
@@ -45,7 +45,7 @@ INSIDE: dict[str, dict[str, object]] = {  # supported multimodal models, and the
 
 
 def text_part(fields: Fields) -> Fields:
-    """The fields of the language model: those of text_config for a model in the table, else all of config.json."""
+    """The configuration of the language model: text_config for a model in the table, else all of config.json."""
     usual = next((INSIDE[name] for name in fields.names("architectures") if name in INSIDE), None)
     if usual is None:
         return fields

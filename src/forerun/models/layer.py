@@ -1,6 +1,6 @@
-"""Layer: the weights and settings of a decoder layer, the same for every backend.
+"""Layer: the weights and settings of a decoder layer, as a backend receives them.
 
-The backends (`backends/`) compute it; `packing.py` makes it from a checkpoint's tensors.
+`packing.py` makes layers from a checkpoint's tensors; the backends in `backends/` compute them.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from forerun.models.experts_config import Clamp
 
 WeightMatrix = Float[Tensor, "outputs inputs"]
 Bias = Float[Tensor, " outputs"]
-LANES = 32  # widths of MLPs are padded to a multiple of this, so that vector code covers whole rows
+LANES = 32  # the width of an MLP is padded to a multiple of this, so that vector code needs no scalar tail
 
 
 @runtime_checkable
 class Linear(Protocol):
-    """`x @ weight.T + bias`, each row on its own."""
+    """A linear layer, `x @ weight.T + bias`; the bits of a row must not depend on the other rows."""
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention block. `qk_norm` are the RMS norm gains of query heads, then key heads; `window` None: full
-    attention.
+    """The attention block of a layer.
 
-    `sinks` is an extra attention logit per query head, without a value. `norm` is applied to the input and `out_norm`
-    to the output, where present. `rope_start` is the start of this layer's rotary table, `query_rope_start` that of its
-    queries. With `joint_norm` all query heads are normed as one vector, and all key heads.
+    `norm` is the gain of the RMS norm before attention, `out_norm` of that after it; None: no such norm. `qkv` gives
+    query heads, then key heads, then value heads. `qk_norm` are the RMS norm gains of query and key heads; with
+    `joint_norm` all query heads are normed as one vector, and so are all key heads. `sinks` are extra scores, one per
+    query head, without a value. `window` is the sliding window in tokens; None: full attention. `rope_start` is the row
+    of position 0 in the rotary tables, `query_rope_start` that for queries.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -50,9 +51,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """`down(activation(gate) * up)`; gate and up are one linear layer. Widths are zero-padded to a multiple of LANES.
+    """A gated MLP, `down(activation(gate) * up)`; gate and up are one linear layer, in this order.
 
-    The activation is SiLU, with `gelu` tanh-GELU, with `clamp` clamped SiLU. `plain`: no up projection.
+    The activation is SiLU, with `gelu` tanh-GELU, with `clamp` as in Clamp. `plain`: the MLP is not gated, and
+    `gate_up` has no up part. The number of neurons is zero-padded to a multiple of LANES.
     """
 
     gate_up: Linear
@@ -64,10 +66,10 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Top-k routing: the `active` experts with the largest logits, lower indices first among equals.
+    """Top-k routing: a token uses the `active` experts with the largest logits (the lowest index first among equals).
 
-    Their weights are a softmax over all `count` logits or, if `normalised`, over the chosen ones. An additional last
-    output of `linear` is the gate of the shared expert.
+    Their weights are a softmax over all `count` logits or, if `normalised`, over the chosen ones. If there is a shared
+    expert, `linear` has one more output, whose sigmoid is the weight of that expert.
     """
 
     linear: Linear
@@ -78,20 +80,20 @@ class Router:
 
 @runtime_checkable
 class ExpertLayers(Protocol):
-    """One linear layer of each expert, multiplied by the backend in one call."""
+    """One linear layer of all experts (gate and up, or down), which the backend multiplies in one call."""
 
     def of(self, expert: int) -> Linear:
-        """The layer of one expert."""
+        """The linear layer of this expert alone."""
         ...
 
     def tile_rows(self, average: float) -> int:
-        """Rows per tile if an expert has `average` rows on average."""
+        """The rows of a tile if an expert has `average` rows on average."""
         ...
 
     def product(
         self, kernels: Any, x: Float[Tensor, "_ inputs"], pairs: Any, sharing: int
     ) -> Float[Tensor, "pairs outputs"]:
-        """The outputs of each (row, expert) pair; `sharing` consecutive pairs use the same row of `x`."""
+        """The outputs of each (row, expert) pair; `sharing` consecutive pairs read the same row of `x`."""
         ...
 
 
@@ -99,8 +101,8 @@ class ExpertLayers(Protocol):
 class StackedExperts:
     """All experts of a layer, for a backend that multiplies them in one call.
 
-    `form` is one expert, whose activation all share. `tiled`: larger tiles for more rows give the same bits.
-    `num_read`, if present, accumulates the number of experts that were read, on the device.
+    `form` is one expert, whose activation all share. `tiled`: whether tiles of any size give the same bits, so that
+    passes of more rows may use larger ones. `num_read` counts, on the device, the experts that passes read.
     """
 
     gate_up: ExpertLayers
@@ -112,10 +114,11 @@ class StackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The MLP of a layer: `dense` is applied to all tokens, experts to the tokens that are routed to them.
+    """The MLP block of a layer: a dense MLP, or a mixture of experts.
 
-    A dense layer has only `dense`, and no router. Norms are as in Attention; with `parallel` the input is that of
-    attention. If experts are `stacked`, `experts` is empty.
+    Without a router, `dense` is the MLP. With one, tokens are routed to `experts` or, if the backend has them in one
+    object, to those in `stacked`; `dense` is then the shared expert, if there is one. Norms are as in Attention; with
+    `parallel`, the input is the normed input of attention.
     """
 
     norm: Float[Tensor, " hidden"] | None
@@ -129,7 +132,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention, then a dense or mixture-of-experts MLP, each added to the residual stream."""
+    """A decoder layer: the outputs of attention and then of the MLP are added to the residual stream."""
 
     attention: Attention
     mlp: Mlp
@@ -137,13 +140,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """How a token and the hidden state before it become the input of layers, as in EAGLE and MTP (`Entry` in
-    chain.cpp).
+    """How a token and the hidden state at its parent become the input of layers, in EAGLE and MTP modules.
 
-    Token embedding and state, each normed if there is a gain, are concatenated, the token first unless `state_first`.
-    `map` projects them to the residual stream, which attention reads normed, or as it is (`reads_stream`). Without a
-    map attention reads the concatenation, and the residual stream is the state, unchanged or normed (`normed_stream`).
-    The layers' output after `output_norm` is the state for the next token.
+    Token embedding and state, each after its norm (None: no norm), are concatenated: the token first, unless
+    `state_first`. `map` projects the concatenation to the residual stream; the first attention reads the stream after
+    the layer's norm or, with `reads_stream`, without it. If `map` is None, attention reads the concatenation, and the
+    stream is the state, with `normed_stream` after its norm. The layers' output, after `output_norm`, is the state for
+    the next token. `Entry` in chain.cpp is the same for the compiled kernels.
     """
 
     map: Linear | None
@@ -156,6 +159,6 @@ class StateEntry:
 
 
 def counters_of(layers: Sequence[Layer]) -> list[Int[Tensor, "1"]]:
-    """The layers' on-device counters of experts that were read."""
+    """The device counters of experts read (`StackedExperts.num_read`) of all layers that have one."""
     stacks = (layer.mlp.stacked for layer in layers)
     return [each.num_read for each in stacks if each is not None and each.num_read is not None]

@@ -1,13 +1,13 @@
-"""The tensor names of MTP modules (multi-token prediction) in checkpoints, one row for each naming.
+"""The tensor names of MTP modules (multi-token prediction) in checkpoints, one MtpNaming for each layout.
 
-A row declares the names, the order in which embedding and state are concatenated, and whether modules are numbered
-after the target's layers. The checks of the target's tensors read the table too, so that its modules are not unknown
-tensors. `heads/mtp/drafter.py` computes modules.
+Each declares the names, the order in which embedding and state are concatenated, and whether modules are numbered after
+the target's layers. `weights.py` uses the table too, so that modules are no unknown tensors of the target;
+`heads/mtp/drafter.py` computes modules.
 
 Sources: the modeling code of DeepSeek-V3 (2412.19437), whose layout GLM-4.5 shares, of MiMo (2505.07608), whose
 projection reads the state first, and of Qwen3-Next, whose layout Qwen3.5 and Mellum share; and the readers of
-transformers 5.23 and vLLM. In all of them the state of the first module is the target's after its final norm, and that
-of further modules is the previous module's output after its own norm.
+transformers 5.23 and vLLM. In all of them the first module reads the target's state after its final norm, and further
+modules read the previous module's output after that module's norm.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-PARTS = ("projection", "embedding_norm", "state_norm", "norm", "layer")  # of every module
+PARTS = ("projection", "embedding_norm", "state_norm", "norm", "layer")  # the parts of every module
 
 
 @dataclass(frozen=True, slots=True)
 class MtpNaming:
-    """One naming; `{}` is the number of a module.
+    """One layout of names; `{}` stands for the number of a module.
 
     All names of modules begin with `prefix`, and those of a module's decoder layer with `layer`. `state_first`: the
     projection reads the state before the embedding. `behind_layers`: module numbers continue those of the target's
-    layers. `head` and `embedding` are a module's own, usually copies of the target's; None: there are none.
+    layers. `head` and `embedding` are the module's own, usually copies of the target's; None: it has none.
     """
 
     name: str
@@ -45,14 +45,14 @@ class MtpNaming:
         return module + num_layers if self.behind_layers else module
 
     def names_in(self, other: MtpNaming) -> dict[str, str]:
-        """The prefixes of the first module's names, mapped to those of the other naming."""
+        """The names of the first module's parts, mapped to those in the other layout."""
         return {getattr(self, part).format(0): getattr(other, part).format(0) for part in PARTS}
 
     def owned(self, stored: Collection[str], num_layers: int) -> list[str]:
         """The stored tensors that belong to modules."""
         if not self.behind_layers:
             return [name for name in stored if name.startswith(self.prefix)]
-        # Further layers may belong to something else; those with a projection are modules.
+        # Layers after the target's may be something else; those with a projection are modules.
         numbers = (
             (name, name.removeprefix(self.prefix).partition(".")[0]) for name in stored if name.startswith(self.prefix)
         )
@@ -101,13 +101,13 @@ QWEN = MtpNaming(
     norm="mtp.norm.weight",
 )
 NAMINGS = (DEEPSEEK, MIMO, QWEN)
-ALONE: dict[str, Any] = {part: getattr(MIMO, part).removeprefix("model.") for part in ("prefix", *PARTS)}
-PACKAGE = replace(MIMO, name="speculators", state_first=False, **ALONE)  # of a module alone in a folder
+SEPARATE: dict[str, Any] = {part: getattr(MIMO, part).removeprefix("model.") for part in ("prefix", *PARTS)}
+PACKAGE = replace(MIMO, name="speculators", state_first=False, **SEPARATE)  # a module in its own folder
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModules:
-    """The tensors of a checkpoint's modules, and their naming."""
+    """The names of a checkpoint's module tensors, and their layout."""
 
     naming: MtpNaming
     tensors: tuple[str, ...]

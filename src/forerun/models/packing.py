@@ -1,9 +1,10 @@
-"""LayerMaker: fetches, fuses and packs the weights of a layer.
+"""LayerMaker: reads, fuses and packs the weights of a layer for a backend.
 
 Query, key and value projections become one linear layer, and so do gate and up.
 
-LayerNorms, which subtract the mean, become RMS norms over a residual stream whose mean is 0: all that is added to it is
-centred (`Edit.centred`), and the norms' biases move into the layers that read them. Both changes are exact identities.
+A LayerNorm, which subtracts the mean, becomes an RMS norm: all outputs that are added to the residual stream are
+centred (`Edit.centred`), so that the stream's mean is 0, and the norm's bias moves into the linear layer that reads the
+norm. Both are identities in exact arithmetic.
 """
 
 from __future__ import annotations
@@ -28,103 +29,122 @@ from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable,
 from forerun.models.shards.shard import Columns, Shard
 
 T = TypeVar("T", Tensor, GroupedWeight)
-Take = Callable[[str, tuple[int, ...]], Tensor]
+Take = Callable[[str, tuple[int, ...]], Tensor]  # reads a tensor by its name and shape
 TakeGroups = Callable[..., GroupedWeight | None]  # (name, shape, part=None); None if it is not stored in groups
 MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
-    """Makes layers of a backend in `dtype`; `quantize` applies to all linear layers but routers.
+    """Makes layer `index` of a model for a backend in `dtype`; `quantize` applies to all linear layers except routers.
 
-    With `take_groups`, weights stored in groups stay so. With a `shard`, layers have only the outputs and heads of its
-    rank; routers are whole.
+    With `take_groups`, group-quantized weights keep their stored numbers. The layer has only the outputs and heads of
+    the `shard`'s rank, except for the router, which every rank holds in full.
     """
 
     config: ModelConfig
     dtype: torch.dtype
     backend: Backend
     quantize: Quantization | None
+    take: Take
     take_groups: TakeGroups | None
     shard: Shard
+    index: int
 
-    def load(self, take: Take, index: int) -> Layer:
-        """Fetch, fuse and pack one layer. A tensor of all experts is held until the layer is packed."""
-        c, e, table = self.config, self.config.experts, LayerTable.of(self.config, index)
+    def layer(self) -> Layer:
+        """Read, fuse and pack the layer. A stacked tensor of experts is held until the layer is packed."""
+        table = LayerTable.of(self.config, self.index)
+        return Layer(self.attention(table), self.mlp(table))
 
-        def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
-            return take(f"model.layers.{index}.{name}", shape).to(self.dtype)
-
-        def vector(name: str) -> Tensor:
-            return fetch(name, (table.vectors[name],))
-
-        def norm(name: str | None) -> Tensor | None:
-            return None if name is None else gains(vector(f"{name}.weight"), c.from_one)
-
-        def shift(name: str | None) -> Tensor | None:
-            return None if name is None or not c.norm_bias else vector(f"{name}.bias")
-
-        def project(
-            p: Projection,
-            what: Columns,
-            own: Fetch = fetch,
-            outputs: int = 0,
-            inputs: int = 0,
-            edits: Sequence[Edit] = (),
-            shift: Tensor | None = None,
-        ) -> Linear:
-            part = self.part([size + outputs for size in p.sizes], what)
-            changed = outputs or inputs or shift is not None or any(edit.centred for edit in edits)
-            weight = None if changed else stored_groups(p, f"model.layers.{index}.", self.take_groups, edits)
-            if weight is None:
-                make = part(partial(self.backend.linear, quantize=self.quantize))
-                return linear(p, make, own, outputs, inputs, edits, shift)
-            biases = p.bias_of(own)
-            return part(self.backend.grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
-
-        added = [Edit(c.added_scale, centred=c.centred)]
-        qkv = project(table.qkv, Columns.HEADS, edits=self.head_edits(), shift=shift(c.norms.attention))
-        router, experts, stacked = None, list[GatedMlp](), None
-        if table.router is not None and e is not None:
-            router = Router(linear(table.router, self.backend.linear, fetch), e.count, e.active, e.normalised)
-            held = cache(fetch) if e.names.is_stacked else fetch
-            experts = [gated(expert, partial(project, own=held), added, e.clamp) for expert in table.experts]
-            stacked = self.backend.stacked(experts, self.dtype)
-        attention = Attention(
-            norm=norm(c.norms.attention),
-            qkv=qkv,
-            out=project(table.out, Columns.HIDDEN, edits=added),
-            qk_norm=self.head_norms(vector) if c.qk_norm else None,
-            sinks=vector("self_attn.sinks")[self.shard.heads(c)] if c.sinks else None,
-            window=c.windows[index],
-            out_norm=norm(c.norms.attention_out),
-            rope_start=(start := 0 if not c.turned or c.turned[index] else c.max_positions),
-            query_rope_start=c.num_turns * c.max_positions if c.queries_grow else start,
+    def attention(self, table: LayerTable) -> Attention:
+        c = self.config
+        rope_start = 0 if not c.rotated or c.rotated[self.index] else c.max_positions
+        shift = self.norm_bias(c.norms.attention)
+        return Attention(
+            norm=self.norm(c.norms.attention),
+            qkv=self.project(table.qkv, Columns.HEADS, edits=self.head_edits(), shift=shift),
+            out=self.project(table.out, Columns.HIDDEN, edits=self.residual_edits()),
+            qk_norm=self.head_norms(table) if c.qk_norm else None,
+            sinks=self.fetch("self_attn.sinks", (c.heads,))[self.shard.heads(c)] if c.sinks else None,
+            window=c.windows[self.index],
+            out_norm=self.norm(c.norms.attention_out),
+            rope_start=rope_start,
+            query_rope_start=c.num_rope_tables * c.max_positions if c.grows_queries else rope_start,
             joint_norm=c.joint_norm,
         )
-        read = shift(c.norms.attention if c.parallel else c.norms.mlp)
-        dense = None if table.dense is None else gated(table.dense, project, added, None, c.gelu, read)
-        kept, norms = () if stacked else tuple(experts), (norm(c.norms.mlp), norm(c.norms.mlp_out))
-        return Layer(attention, Mlp(norms[0], dense, router, kept, norms[1], c.parallel, stacked))
+
+    def mlp(self, table: LayerTable) -> Mlp:
+        c, e, edits = self.config, self.config.experts, self.residual_edits()
+        dense, router, experts, stacked = None, None, list[GatedMlp](), None
+        if table.dense is not None:
+            shift = self.norm_bias(c.norms.attention if c.parallel else c.norms.mlp)
+            dense = gated(table.dense, self.project, edits, None, c.gelu, shift)
+        if table.router is not None and e is not None:
+            router = Router(linear(table.router, self.backend.linear, self.fetch), e.count, e.active, e.normalised)
+            fetch = cache(self.fetch) if e.names.is_stacked else self.fetch
+            experts = [gated(expert, partial(self.project, fetch=fetch), edits, e.clamp) for expert in table.experts]
+            stacked = self.backend.stacked(experts, self.dtype)
+        singles, norms = () if stacked else tuple(experts), (self.norm(c.norms.mlp), self.norm(c.norms.mlp_out))
+        return Mlp(norms[0], dense, router, singles, norms[1], c.parallel, stacked)
+
+    def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of this name inside the layer."""
+        return self.take(f"model.layers.{self.index}.{name}", shape).to(self.dtype)
+
+    def norm(self, name: str | None) -> Float[Tensor, " hidden"] | None:
+        """The gains of this norm; None without a name."""
+        c = self.config
+        return None if name is None else gains(self.fetch(f"{name}.weight", (c.hidden,)), c.gains_minus_one)
+
+    def norm_bias(self, name: str | None) -> Float[Tensor, " hidden"] | None:
+        """The bias of this norm; None without a name, or if norms have no biases."""
+        c = self.config
+        return self.fetch(f"{name}.bias", (c.hidden,)) if name is not None and c.norm_bias else None
+
+    def project(
+        self,
+        projection: Projection,
+        what: Columns,
+        fetch: Fetch | None = None,
+        outputs: int = 0,
+        inputs: int = 0,
+        edits: Sequence[Edit] = (),
+        shift: Tensor | None = None,
+    ) -> Linear:
+        """The packed linear layer of a projection, with arguments as in `linear`; in stored groups if possible."""
+        fetch = fetch or self.fetch
+        part = self.part([size + outputs for size in projection.sizes], what)
+        weight = None
+        if not (outputs or inputs or shift is not None or any(edit.centred for edit in edits)):
+            weight = stored_groups(projection, f"model.layers.{self.index}.", self.take_groups, edits)
+        if weight is None:
+            make = part(partial(self.backend.linear, quantize=self.quantize))
+            return linear(projection, make, fetch, outputs, inputs, edits, shift)
+        biases = projection.bias_of(fetch)
+        return part(self.backend.grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
 
     def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
-        """Wraps a maker of linear layers, so that it keeps only the outputs of this rank, from parts of these sizes."""
+        """A wrapper that limits functions which make linear layers to this rank's outputs of parts of these sizes."""
         if self.shard.world == 1:
             return lambda make: make
         rows = self.shard.rows(what, sizes, self.config)
         return lambda make: lambda weight, bias=None: make(weight[rows], None if bias is None else bias[rows])
 
-    def head_norms(self, vector: Callable[[str], Tensor]) -> Float[Tensor, "heads head_dim"]:
-        """The norm gains of query and key heads, one row per head."""
-        c = self.config
-        order = rotary_order(c)
-        stored = (gains(vector(HEAD_NORM.format(name)), c.from_one) for name in "qk")
+    def head_norms(self, table: LayerTable) -> Float[Tensor, "heads head_dim"]:
+        """The norm gains of this rank's query heads, then key heads, one row per head."""
+        c, order = self.config, rotary_order(self.config)
+        names = (HEAD_NORM.format(each) for each in "qk")
+        stored = (gains(self.fetch(name, (table.vectors[name],)), c.gains_minus_one) for name in names)
         q, k = (gain.view(-1, c.head_dim)[:, order] for gain in stored)
         queries, keys = (q * c.query_scale).expand(c.heads, -1), k.expand(c.kv_heads, -1)
         return torch.cat([queries[self.shard.heads(c)], keys[self.shard.kv_heads(c)]])
 
+    def residual_edits(self) -> list[Edit]:
+        """The edits of projections whose outputs are added to the residual stream."""
+        return [Edit(self.config.residual_scale, centred=self.config.layer_norm)]
+
     def head_edits(self) -> list[Edit]:
-        """The edits of the query and key projections; if queries are normed, the norm's gains have the scale."""
+        """The edits of the query and key projections; if queries are normed, the scale is in the norm's gains."""
         c, order = self.config, rotary_order(self.config)
         scale = 1.0 if c.qk_norm else c.query_scale
         if not (c.interleaved or c.rotary_dim):
@@ -137,7 +157,7 @@ class LayerMaker:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change to a part of a projection before packing: scale its outputs, reorder them (`rows`), center them."""
+    """A change to one part of a projection before packing: reorder its outputs (`rows`), centre them, scale them."""
 
     scale: float = 1.0
     rows: Int[Tensor, " outputs"] | None = None
@@ -145,18 +165,18 @@ class Edit:
 
 
 def rotary_order(config: ModelConfig) -> Int[Tensor, " head_dim"]:
-    """The stored index of each element of a head, in the order of kernels: the first and second elements of all rotated
-    pairs in one half each, followed there by elements that are not rotated."""
+    """The order in which kernels hold the elements of a head, as stored indices: the first elements of the rotary pairs
+    in the first half and the second elements in the other half, each followed by elements that are not rotated."""
     c = config
-    half, turning = c.head_dim // 2, (c.rotary_dim or c.head_dim) // 2
-    first = torch.arange(turning) * (2 if c.interleaved else 1)
-    second = first + 1 if c.interleaved else first + turning
-    idle = torch.arange(2 * turning, c.head_dim).view(2, half - turning)
-    return torch.cat([first, idle[0], second, idle[1]])
+    half, pairs = c.head_dim // 2, (c.rotary_dim or c.head_dim) // 2
+    first = torch.arange(pairs) * (2 if c.interleaved else 1)
+    second = first + 1 if c.interleaved else first + pairs
+    unrotated = torch.arange(2 * pairs, c.head_dim).view(2, half - pairs)
+    return torch.cat([first, unrotated[0], second, unrotated[1]])
 
 
 def edited(parts: Sequence[T], edits: Sequence[Edit]) -> list[T]:
-    """The parts of a projection with the edits applied to the first ones."""
+    """The parts of a projection, with edit i applied to part i; further parts are unchanged."""
     edited_parts = list(parts)
     for i, edit in enumerate(edits):
         part: Any = edited_parts[i] if edit.rows is None else edited_parts[i][edit.rows]
@@ -171,9 +191,9 @@ def centred(numbers: Tensor, dim: int) -> Tensor:
     return (wide - wide.mean(dim, keepdim=True)).to(numbers.dtype)
 
 
-def gains(stored: Tensor, from_one: bool) -> Tensor:
-    """A norm's gains; in float32 if they are stored minus 1 (`from_one`)."""
-    return stored.float() + 1 if from_one else stored
+def gains(stored: Tensor, minus_one: bool) -> Tensor:
+    """A norm's gains; 1 is added to gains that are stored minus 1, in float32."""
+    return stored.float() + 1 if minus_one else stored
 
 
 def gated(
@@ -184,7 +204,7 @@ def gated(
     gelu: bool = False,
     shift: Float[Tensor, " hidden"] | None = None,
 ) -> GatedMlp:
-    """An MLP with neurons zero-padded to a multiple of LANES, which has no effect: the activation of 0 is 0."""
+    """An MLP, zero-padded to a multiple of LANES neurons; this has no effect, since the activation of 0 is 0."""
     padding, read = -table.down.inputs % LANES, {} if shift is None else {"shift": shift}
     gate_up = project(table.gate_up, Columns.NEURONS, outputs=padding, **read)
     down = project(table.down, Columns.HIDDEN, inputs=padding, edits=added)
@@ -194,7 +214,7 @@ def gated(
 def stored_groups(
     projection: Projection, prefix: str, take: TakeGroups | None, edits: Sequence[Edit]
 ) -> GroupedWeight | None:
-    """A projection's weight in groups; None unless all its parts are stored in groups of the same dtype."""
+    """A projection's group-quantized weight; None unless all its parts are stored in groups, in the same dtype."""
     if take is None:
         return None
     number = projection.stack.expert if projection.stack else None

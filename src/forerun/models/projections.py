@@ -1,7 +1,7 @@
-"""LayerTable: the tensors of a layer, with their names and shapes, and the linear layers that they form.
+"""LayerTable: the names and shapes of a layer's tensors, and the linear layers that they form.
 
-Checking, loading, the choice of kernels, widening and memory planning all read this table. All families share Llama's
-names; those of experts are declared per family. `promised_tensors` adds embedding, final norm and head.
+Loading, checking, the choice of a backend, widening and memory planning all read this table. Names are Llama's, except
+those of experts, which each family declares. `expected_tensors` adds embedding, final norm and head.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from forerun.models.experts_config import ExpertsConfig
 
 T = TypeVar("T", bound=Any)  # weights: tensors, or GroupedWeight
 FINAL_NORM_BIAS = "model.norm.bias"
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"  # beside the layers
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 HEAD_NORM = "self_attn.{}_norm.weight"
-ADDING = ("o_proj.weight", "down_proj.weight")  # name endings of matrices that write to the residual stream
+ADDING = (
+    "o_proj.weight",
+    "down_proj.weight",
+)  # name endings of matrices that write to the residual stream
 Shapes = dict[str, tuple[int, ...]]
-Fetch = Callable[[str, tuple[int, ...]], Tensor]  # a layer's tensor by its name inside the layer
+Fetch = Callable[[str, tuple[int, ...]], Tensor]  # reads a tensor by its name inside the layer, and its shape
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The place of one expert in a tensor of all `count` experts; `transposed` as in ExpertNames."""
+    """Which expert of a stacked tensor of `count` experts a projection is; `transposed` as in ExpertNames."""
 
     count: int
     expert: int
@@ -40,10 +43,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One linear layer: the concatenated outputs of several tensors, or one expert's part of a tensor of all experts.
+    """One linear layer, whose outputs are the concatenated *parts*, such as queries, keys and values.
 
-    `sizes` are the outputs of each of `names`. A stack has one name and all sizes, and so has a fused tensor, in which
-    the parts follow one another once, or `runs` times.
+    `sizes` are the outputs of the parts, stored in one tensor each, under `names`, or in one fused or stacked tensor.
+    In a fused tensor the parts follow one another; with `runs`, it repeats a slice of each part so many times.
     """
 
     names: tuple[str, ...]
@@ -55,11 +58,11 @@ class Projection:
 
     @property
     def outputs(self) -> int:
-        """The number of outputs of all parts together."""
+        """The total number of outputs."""
         return sum(self.sizes)
 
     def named_sizes(self) -> list[tuple[str, int]]:
-        """The number of outputs of each tensor."""
+        """Each tensor's name and number of outputs."""
         return [*zip(self.names, self.sizes if len(self.names) > 1 else (self.outputs,), strict=True)]
 
     def weights(self) -> Shapes:
@@ -93,8 +96,8 @@ class Projection:
         return self.parts(tensors) or None
 
     def parts(self, tensors: Sequence[T]) -> list[T]:
-        """The parts, from tensors of one part each or from one fused tensor, whose parts follow one another, repeat in
-        runs, or (transposed stacks) alternate row by row."""
+        """The parts, from tensors of one part each, or from a fused or stacked tensor. Parts of a transposed stack
+        alternate row by row."""
         if len(tensors) == len(self.sizes) or not tensors:
             return list(tensors)
         if self.stack is not None and self.stack.transposed:
@@ -108,7 +111,7 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class GatedTable:
-    """The projections of an MLP: gate and up (or only the activated one if it is not gated), and down."""
+    """The projections of an MLP: gate and up (only the activated one if the MLP is not gated), and down."""
 
     gate_up: Projection
     down: Projection
@@ -116,10 +119,10 @@ class GatedTable:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """All tensors of a layer: `vectors` are norms and sinks by name; `dense` is the MLP of all tokens.
+    """All tensors of a layer. `vectors` are the sizes of norms and sinks, by name.
 
-    A dense layer has no router and no experts. Beside experts `dense` is the shared expert, and the router's last
-    output is its gate.
+    Without a router, `dense` is the MLP. In a mixture of experts it is the shared expert (None: there is none), and the
+    router's last output is its gate.
     """
 
     vectors: Mapping[str, int]
@@ -153,7 +156,7 @@ class LayerTable:
         return cls(vectors, qkv, out, dense, router, tuple(expert(c, e, i) for i in range(e.count)))
 
     def projections(self, num_experts: int | None = None) -> Iterator[Projection]:
-        """All projections in the order of computation; with `num_experts`, those of so many experts only."""
+        """All projections in the order of computation, with only the first `num_experts` experts (None: all)."""
         yield from (self.qkv, self.out)
         if self.router is not None:
             yield self.router
@@ -162,7 +165,7 @@ class LayerTable:
                 yield from (mlp.gate_up, mlp.down)
 
     def tensors(self) -> Shapes:
-        """Name and shape of every tensor: vectors, then weights, then biases."""
+        """The shapes of all tensors by name: vectors, then weights, then biases."""
         shapes: Shapes = {name: (size,) for name, size in self.vectors.items()}
         for projection in self.projections():
             shapes |= projection.weights()
@@ -172,7 +175,7 @@ class LayerTable:
 
 
 def gated(config: ModelConfig, prefix: str, neurons: int, bias: bool) -> GatedTable:
-    """An MLP by Llama's names, or by those of a family whose MLPs gate nothing."""
+    """The MLP of this prefix, with Llama's names, or those of a family whose MLPs are not gated."""
     *names, last = config.plain_mlp or ("gate_proj", "up_proj", "down_proj")
     sizes, names = (neurons,) * len(names), ["gate_up_proj"] if config.fused_gate_up else names
     first = Projection(tuple(f"{prefix}.{name}" for name in names), sizes, config.hidden, bias)
@@ -180,7 +183,7 @@ def gated(config: ModelConfig, prefix: str, neurons: int, bias: bool) -> GatedTa
 
 
 def expert(config: ModelConfig, experts: ExpertsConfig, number: int) -> GatedTable:
-    """The MLP of one expert, by the names of its family."""
+    """The MLP of expert `number`, with the names of its family."""
     names, neurons = experts.names, experts.intermediate
     stack = Stack(experts.count, number, names.transposed) if names.is_stacked else None
     gate_up = tuple(name.format(number) for name in names.gate_up)
@@ -188,8 +191,8 @@ def expert(config: ModelConfig, experts: ExpertsConfig, number: int) -> GatedTab
     return GatedTable(Projection(gate_up, (neurons, neurons), config.hidden, experts.bias, stack), down)
 
 
-def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the model, lazily, since a bad configuration may promise any number."""
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name and shape of every tensor of the model; lazily, since a damaged config.json may ask for any number."""
     yield EMBEDDING, (config.vocab_size, config.hidden)
     for layer in range(config.layers):
         yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in layer_tensors(config, layer).items())
@@ -201,22 +204,22 @@ def promised_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
-    """The tensors of one layer, by their names inside it."""
+    """The shapes of a layer's tensors, by their names inside the layer."""
     return LayerTable.of(config, layer).tensors()
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """`promised_tensors` as a dictionary, in the order of computation."""
-    return dict(promised_tensors(config))
+    """`expected_tensors` as a dictionary."""
+    return dict(expected_tensors(config))
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters, with all experts; a tied head counts once."""
-    return sum(math.prod(shape) for _, shape in promised_tensors(config))
+    """The number of parameters, with all experts; a tied head is not counted."""
+    return sum(math.prod(shape) for _, shape in expected_tensors(config))
 
 
-def num_idle(config: ModelConfig) -> int:
-    """Number of parameters in the experts that one token does not use."""
+def num_inactive(config: ModelConfig) -> int:
+    """The number of parameters in experts that a token does not use, over all layers."""
     if config.experts is None:
         return 0
     one = LayerTable.of(config, config.experts.layers[0]).experts[0]
@@ -225,11 +228,11 @@ def num_idle(config: ModelConfig) -> int:
 
 
 def products(config: ModelConfig) -> Mapping[tuple[int, int], int]:
-    """The matrix products of one token, head included: (outputs, inputs) and how often. Of experts, the active ones."""
+    """The number of matrix products by (outputs, inputs) for one token, with the head and the active experts."""
     counts, active = Counter[tuple[int, int]](), config.experts.active if config.experts else None
     for layer in range(config.layers):
-        taken = LayerTable.of(config, layer).projections(active)
-        counts.update((projection.outputs, projection.inputs) for projection in taken)
+        projections = LayerTable.of(config, layer).projections(active)
+        counts.update((projection.outputs, projection.inputs) for projection in projections)
     if config.vocab_size:
         counts[config.vocab_size, config.hidden] += 1
     return counts

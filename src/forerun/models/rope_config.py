@@ -1,4 +1,4 @@
-"""RopeConfig: the rotary position embeddings in config.json: bases, scalings, and which layers use which.
+"""RopeConfig: the parameters of rotary position embeddings (RoPE), read from config.json, and which layers use them.
 
 Both forms of Hugging Face configurations are read, `rope_theta` and `rope_scaling` or `rope_parameters`. `rope.py`
 computes the tables.
@@ -11,9 +11,9 @@ from typing import Any
 
 from forerun.fields import AGAIN, Fields
 from forerun.limits import shown
-from forerun.models.families import Family, Turning
+from forerun.models.families import Family, RotaryLayers
 
-ROPE_KEYS: dict[str, tuple[str, ...]] = {  # required keys of each kind
+ROPE_KEYS: dict[str, tuple[str, ...]] = {  # required keys of each kind of scaling
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -25,11 +25,11 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # required keys of each kind
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The parameters of one rotary table; fields that a kind does not use keep their defaults.
+    """The parameters of one rotary table; fields that a kind of scaling does not use keep their defaults.
 
-    `original_max_positions` is the context length before scaling. `attention_factor` None: yarn derives it from
-    `mscale` and `mscale_all_dim` if both are given, and longrope from `factor`. longrope divides each frequency by its
-    short factor or, for texts longer than the original context, its long factor. `query_beta`: see `query_growth`.
+    `original_max_positions` is the context length before scaling. `attention_factor` None: `attention_factor` in
+    rope.py derives it from the other fields. longrope divides each frequency by its short factor or, if texts may
+    exceed the original context, by its long factor. `query_beta`: see `query_growth`; 0: queries do not grow.
     """
 
     theta: float
@@ -50,46 +50,47 @@ class RopeConfig:
 
 
 def key_of_rope(fields: Fields) -> str:
-    """The key of the rotary parameters."""
+    """The key in config.json of the object with the rotary parameters."""
     return "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
 
 
 def read_rope(fields: Fields, family: Family, positions: int, width: int, of: str) -> RopeConfig:
-    """The rotary parameters of layers of type `of`; `width` elements of each head are rotated.
+    """The rotary parameters of layers of type `of` in layer_types; `width` elements of each head are rotated.
 
-    Families with two sets of parameters have them under the names of layer types, or a separate base for local layers.
+    Families with two sets of parameters store them in objects named after the layer types, or store a separate base
+    (rope_local_base_freq) for sliding-window layers.
     """
     key = key_of_rope(fields)
     rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
-    if family.local and isinstance(rope.values.get(of), dict):
+    if family.local_theta and isinstance(rope.values.get(of), dict):
         rope = rope.inside(of)
-    elif family.local and of == "sliding_attention":
-        return RopeConfig(fields.number("rope_local_base_freq", family.local))
+    elif family.local_theta and of == "sliding_attention":
+        return RopeConfig(fields.number("rope_local_base_freq", family.local_theta))
     values = rope.values
-    sets = [name for name, value in values.items() if isinstance(value, dict)]
-    if sets:
+    objects = [name for name, value in values.items() if isinstance(value, dict)]
+    if objects:
         problem = "one set of parameters for all layers is supported: choose another checkpoint"
-        raise fields.refuse(key, f"it has objects under {shown(sets)}, and {problem}")
+        raise fields.refuse(key, f"it has objects under {shown(objects)}, and {problem}")
     kind_key = "rope_type" if "rope_type" in values else "type"
     kind = rope.text(kind_key) or "default"
-    kind = "longrope" if kind in family.stretched else kind
+    kind = "longrope" if kind in family.longrope_names else kind
     if kind not in ROPE_KEYS:
         supported = ", ".join(ROPE_KEYS)
         raise rope.refuse(kind_key, f"supported are {supported}: choose another checkpoint or remove the scaling")
     theta = rope.number("rope_theta", fields.number("rope_theta", family.theta))
-    grown = rope.optional("llama_4_scaling_beta") if family.scaled_queries else None
-    original = rope.whole("original_max_position_embeddings", positions) if grown else 0
+    beta = rope.optional("llama_4_scaling_beta") if family.growing_queries else None
+    original = rope.whole("original_max_position_embeddings", positions) if beta else 0
     if kind == "default":
-        return RopeConfig(theta, original_max_positions=original, query_beta=grown or 0.0)
+        return RopeConfig(theta, original_max_positions=original, query_beta=beta or 0.0)
     if theta <= 1:  # scalings divide by its logarithm
         raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {AGAIN}")
     scaling = read_scaling(kind, theta, rope, fields, positions, width)
     original = scaling.original_max_positions or original
-    return replace(scaling, original_max_positions=original, query_beta=grown or 0.0)
+    return replace(scaling, original_max_positions=original, query_beta=beta or 0.0)
 
 
 def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, positions: int, width: int) -> RopeConfig:
-    """The fields of a scaled kind; a context length beside the scaling overrides the one inside it."""
+    """The parameters of a scaling; original_max_position_embeddings of the model overrides that of the scaling."""
     for key in ROPE_KEYS[kind]:
         rope.number(key)
     if kind == "linear":
@@ -122,7 +123,7 @@ def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, position
 
 
 def read_factors(rope: Fields, key: str, width: int) -> tuple[float, ...]:
-    """The divisors of longrope, one for each frequency."""
+    """The divisors of longrope under `key`, one for each frequency."""
     factors: Any = rope.values.get(key)
     usable = isinstance(factors, list) and len(factors) == width // 2
     if not usable or not all(isinstance(f, int | float) and not isinstance(f, bool) and f > 0 for f in factors):
@@ -130,18 +131,19 @@ def read_factors(rope: Fields, key: str, width: int) -> tuple[float, ...]:
     return tuple(map(float, factors))
 
 
-def read_turned(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """Which layers have the rotary table `rope`; empty if all do."""
+def read_rotated(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Whether each layer uses the rotary table `rope`; empty if all do."""
     windowed = [window is not None for window in windows]
-    if family.local:
+    if family.local_theta:
         return tuple(not each for each in windowed)
-    if family.turning is Turning.ALL or (family.turning is Turning.WINDOWED_IF_ANY and not any(windowed)):
+    rule = family.rotary_layers
+    if rule is RotaryLayers.ALL or (rule is RotaryLayers.WINDOWED_IF_ANY and not any(windowed)):
         return ()
-    return tuple(turning_layers(fields, len(windows)) if family.turning is Turning.LISTED else windowed)
+    return tuple(listed_rotary_layers(fields, len(windows)) if rule is RotaryLayers.LISTED else windowed)
 
 
-def turning_layers(fields: Fields, layers: int) -> list[bool]:
-    """Which layers apply rotary embeddings, in a family where some do not; default: all but every fourth."""
+def listed_rotary_layers(fields: Fields, layers: int) -> list[bool]:
+    """Whether each layer applies rotary embeddings, as listed under no_rope_layers; default: all but every fourth."""
     interval = fields.whole("no_rope_layer_interval", 4)
     listed = fields.values.get("no_rope_layers")
     listed = [(i + 1) % interval != 0 for i in range(layers)] if listed is None else listed
@@ -151,15 +153,15 @@ def turning_layers(fields: Fields, layers: int) -> list[bool]:
 
 
 def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
-    """The number of rotated elements of a head; 0: all."""
+    """The number of rotated elements of each head, which is even; 0: all."""
     key, rope = "partial_rotary_factor", fields
     if fields.values.get(key_of_rope(fields)) and fields.inside(key_of_rope(fields)).values.get(key) is not None:
         rope = fields.inside(key_of_rope(fields))
-    share = rope.values.get(key, family.rotary)
-    if family.rotary is None and share not in (None, 1):
-        raise rope.refuse(key, "heads are rotated whole (1.0): choose another checkpoint")
-    share = family.rotary or 1.0 if share is None else share
+    share = rope.values.get(key, family.rotary_share)
+    if family.rotary_share is None and share not in (None, 1):
+        raise rope.refuse(key, "only 1.0 is supported for this family: choose another checkpoint")
+    share = family.rotary_share or 1.0 if share is None else share
     width = int(head_dim * share) if isinstance(share, int | float) and not isinstance(share, bool) else 0
     if not 2 <= width <= head_dim or width % 2:
-        raise rope.refuse(key, f"of {head_dim} it must be an even width: {AGAIN}")
+        raise rope.refuse(key, f"times head_dim, {head_dim}, it must give an even width: {AGAIN}")
     return 0 if width == head_dim else width

@@ -1,7 +1,7 @@
-"""Finds the files of a checkpoint: in a folder, in the package, or on the hub, in this order.
+"""Finds the files of a checkpoint: in a folder, in the package, or on the Hugging Face hub, in this order.
 
-The error for an unknown name suggests similar names, and mentions the network only if it was used. huggingface_hub is
-imported only to fetch something, so folders and bundled checkpoints work without it.
+The error for an unknown name suggests similar names. huggingface_hub is imported only to download files, so folders and
+bundled checkpoints work without it.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from forerun.models.gguf.folder import choose_file, folder_of
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt", "*.jinja")
 HUB_FILES = ("*.safetensors", *TOKENIZER_FILES)
-HUB_DUPLICATES = (  # the same weights in other layouts; subfolders of a repository are read for chat templates only
+HUB_DUPLICATES = (  # copies of weights in other layouts; only chat templates are read from subfolders
     *("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.json", "*/*.txt", "tokenizer*/*"),
     "consolidated*",
 )
 GGUF_NAME = re.compile(r"(.+):((?:I?Q\d|F16|F32|BF16|MXFP4|UD-)\w*)", re.IGNORECASE)  # NAME:FORMAT
-USUAL_FORMAT = "Q4_K_M"  # default format of GGUF repositories
-MOST_SIBLINGS = 2000  # most folders beside a missing one that are searched for a similar name
+USUAL_FORMAT = "Q4_K_M"  # the default format of GGUF repositories
+MOST_SIBLINGS = 2000  # folders that are searched for names similar to a missing one
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path:
     """The folder of `model`: an existing folder, else the bundled checkpoint of this name, else the local copy of a hub
-    id at `revision`, fetched if needed.
+    id at `revision`, downloaded if needed.
 
-    Raises ModelNotFound if none of these exists, InvalidRequest for a revision of something that is no hub id.
+    Raises ModelNotFound if none of these exists, InvalidRequest for a revision of a folder or bundled checkpoint.
     """
     return find_folder(model, revision, HUB_FILES, "config.json")
 
 
 def find_tokenizer(name: str) -> Path:
-    """The folder of a separate tokenizer, found like a checkpoint; it needs no weights."""
+    """The folder of a separate tokenizer, which is found like a checkpoint but needs no weights."""
     return find_folder(name, None, TOKENIZER_FILES, "tokenizer.json")
 
 
 def find_folder(name: str, revision: str | None, files: Sequence[str], needed: str) -> Path:
-    """The folder of this name, which must hold the file `needed`; `files` are fetched from the hub.
+    """The folder of this name, which must contain the file `needed`; `files` are downloaded from the hub.
 
-    A GGUF file, or a folder or repository with one, is unpacked to such a folder; `NAME:FORMAT` chooses among several.
+    A GGUF file, alone or in a folder or repository, is represented by such a folder; `NAME:FORMAT` chooses a file.
     """
     try:
         in_gguf = None if Path(name).expanduser().exists() else GGUF_NAME.fullmatch(name)
         name, number_format = (in_gguf[1], in_gguf[2]) if in_gguf else (name, None)
         path = Path(name).expanduser()
-        there, is_a_file = path.exists(), path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # no such home, a name too long, a folder without permission
+        exists, is_a_file = path.exists(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, no permission
         raise ModelNotFound(f"{name[:200]!r} cannot be looked up ({error}): name another folder") from error
     if is_a_file and path.suffix == ".gguf":
         return folder_of(path)
     if is_a_file:
         raise ModelNotFound(f"{path} {mistaken(path) or f'is a file: name the folder that holds {needed}'}")
-    if not there and path.suffix == ".gguf":
+    if not exists and path.suffix == ".gguf":
         raise ModelNotFound(f"there is no file {path}: correct the path, or name a hub id, as owner/name:Q4_K_M")
-    if not there and name in BUNDLED:
-        path, there = BUNDLED[name], BUNDLED[name].exists()
-        if not there:
-            raise ModelNotFound(f"{name} should have come with the package, but {path} is missing: install it again")
-    if not there:
+    if not exists and name in BUNDLED:
+        path, exists = BUNDLED[name], BUNDLED[name].exists()
+        if not exists:
+            raise ModelNotFound(f"{name} should be in the package, but {path} is missing: install forerun again")
+    if not exists:
         folder = path if number_format else fetch(name, revision, files)
         if not is_file(folder / needed):
             folder = fetch(name, revision, (f"*{number_format or USUAL_FORMAT}*.gguf",))
@@ -80,26 +80,26 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
             raise ModelNotFound(f"{name} {problem}: choose another repository, or a format, as in {name}:Q8_0")
         return folder
     if revision is not None:
-        raise InvalidRequest("revision", f"{revision!r} is for hub ids, and {name} is a folder: leave it out.")
+        raise InvalidRequest("revision", f"{revision!r} is only for hub ids, and {name} is a folder: leave it out.")
     file = None if is_file(path / needed) and number_format is None else choose_file(path, number_format, name)
     if file is not None:
         return folder_of(file)
     if not is_file(path / needed):
-        beside = " and *.safetensors" if needed == "config.json" else ""
+        weights = " and *.safetensors" if needed == "config.json" else ""
         kind = describe_unreadable(path)
-        more = f" and {kind}" if kind else f": name the folder that holds {needed}{beside}"
+        more = f" and {kind}" if kind else f": name the folder that holds {needed}{weights}"
         raise ModelNotFound(f"{path} has no {needed}{more}")
     return path
 
 
 def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
-    """The folder of a hub id's files in the local cache, fetched if needed.
+    """The local cache folder of a hub id, with these files, downloaded if needed.
 
-    A name without an owner that is similar to a local name is treated as a typo, and nothing is fetched.
+    A name without an owner that is similar to a local name counts as a typo, so nothing is downloaded.
     """
     if name in BUNDLED_HEADS:
-        raise ModelNotFound(f"{name} is no model, but a drafter for stdlib: write {BUNDLED_DRAFTS[name]} as a drafter")
-    near, others = similar(name), f"bundled are {BUNDLED_NAMES}"
+        raise ModelNotFound(f"{name} is a drafter for stdlib, not a model: write {BUNDLED_DRAFTS[name]} as a drafter")
+    near, others = similar_names(name), f"bundled are {BUNDLED_NAMES}"
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     if not HUB_ID.fullmatch(name):
         cure = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
@@ -134,12 +134,12 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
         cure = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
         raise ModelNotFound(f"there is no folder {name}, and as a hub id it is not valid ({error}): {cure}") from error
     except (hub.HfHubHTTPError, OSError) as error:
-        cure = "try again, what has arrived is kept"
-        raise ModelNotFound(f"{name} could not be fetched from the hub ({error}): {cure}") from error
+        cure = "try again, which continues the download"
+        raise ModelNotFound(f"{name} could not be downloaded from the hub ({error}): {cure}") from error
 
 
-def similar(name: str, bundled: Iterable[str] = BUNDLED) -> list[str]:
-    """Bundled names and sibling folders with similar names, the most similar first."""
+def similar_names(name: str, bundled: Iterable[str] = BUNDLED) -> list[str]:
+    """At most two bundled names or sibling folders with similar names, the most similar first."""
     path = Path(name).expanduser()
     try:
         siblings = [

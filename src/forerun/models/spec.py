@@ -1,8 +1,7 @@
 """ModelSpec: all options of loading a model, as one frozen value.
 
-The library, the command line and the benchmarks share it, and a draft model inherits its target's options. This file
-checks the values; `Blueprint.of` checks whether the checkpoint and the device support them. It does not import torch,
-so that options are cheap to import.
+This file checks the values; `Blueprint.of` checks whether the checkpoint and the device support them. It does not
+import torch, so that commands which only parse options start fast.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ DTYPE_NAMES = {  # accepted names of dtypes, and the canonical one
 }
 
 
-@no_type_check  # run-time type checks in tests would come before its own checks
+@no_type_check  # the run-time type checks of tests would come before the checks below
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The checkpoint to load, and its form.
+    """Which checkpoint to load, and in which form.
 
-    `model` is a folder, a bundled name or a hub id, and so is `tokenizer`, if it is not the model's own. `revision` is
-    the branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype, stored as "auto", "float32", "float16" or
-    "bfloat16". `quantize` is None, "int8", "int4" or, on GPUs, "fp8"; `kernels` is for CPUs. `device` is "cpu" (or
-    None), "cuda", "cuda:1", "rocm", "mps", "auto", a torch.device or a Placement; `one_gemm` is for GPUs.
-    `tensor_parallel_size` is the number of processes that share every layer. Raises InvalidRequest with the field.
+    `model` is a folder, a bundled name or a hub id, and so is `tokenizer`; None: the model's own. `revision` is the
+    branch, tag or commit of a hub id. `dtype` is a name or a torch.dtype, stored as "auto", "float32", "float16" or
+    "bfloat16". `quantize` is None, "int8", "int4" or, on GPUs only, "fp8". `kernels` chooses the backend on CPUs.
+    `device` is "cpu" (or None), "cuda", "cuda:1", "rocm", "mps", "auto", a torch.device or a Placement. `one_gemm`
+    makes GPU passes batch-invariant. `tensor_parallel_size` is the number of processes that share every layer. Raises
+    InvalidRequest with the field.
     """
 
     model: str
@@ -68,13 +68,13 @@ class ModelSpec:
             raise _unusable("one_gemm", self.one_gemm, "must be True or False")
         require_whole("tensor_parallel_size", self.tensor_parallel_size, least=1)
 
-    def beside(self, model: str) -> ModelSpec:
-        """These options for another checkpoint, such as a draft model, with its own tokenizer, on rank 0 only."""
+    def derive(self, model: str) -> ModelSpec:
+        """These options for another checkpoint, such as a draft model: with its own tokenizer, on rank 0 only."""
         return replace(self, model=model, tokenizer=None, revision=None, tensor_parallel_size=1)
 
 
 def dtype_name(dtype: object) -> str:
-    """The canonical name of a dtype, given as text or as a torch.dtype. Raises InvalidRequest."""
+    """The canonical name of a dtype, which is a text or a torch.dtype. Raises InvalidRequest."""
     name = DTYPE_NAMES.get(str(dtype).removeprefix("torch."))
     if name is None:
         raise _unusable("dtype", dtype, "is not known: use auto, float32, float16 or bfloat16")

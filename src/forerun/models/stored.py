@@ -1,7 +1,4 @@
-"""StoredTensor: a tensor in a safetensors file, described by the file's header and read on demand.
-
-Damaged and incomplete files raise MissingWeights with the cause and the fix.
-"""
+"""StoredTensor: a tensor in a safetensors file, known from the file's header and read on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch import Tensor
 from forerun.errors import MissingWeights
 from forerun.fields import mistaken, short
 
-PLAIN = ("F64", "F32", "F16", "BF16")  # formats without scales
+PLAIN = ("F64", "F32", "F16", "BF16")  # formats that are not quantized
 AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
 
@@ -30,11 +27,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     format: str
 
-    form: ClassVar[None] = None  # a plain tensor has no groups
+    form: ClassVar[None] = None  # it is not stored in groups
 
     @property
     def readable(self) -> bool:
-        """Whether the numbers are values by themselves, without scales."""
+        """Whether the numbers are the values themselves, without scales in another tensor."""
         return self.format in PLAIN
 
     def read(self) -> Tensor:
@@ -54,7 +51,7 @@ class StoredTensor:
         return result.copy_(self.read())
 
     def groups(self, _part: int | None = None) -> None:
-        """None: a plain tensor has no groups."""
+        """None, since the tensor is not stored in groups."""
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -71,7 +68,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """An open safetensors file. A missing or damaged one raises MissingWeights, also inside the block."""
+    """An open safetensors file. Raises MissingWeights if it is missing or damaged, also inside the block."""
     try:
         if not file.is_file():
             raise MissingWeights(f"{file} is not a file: {AGAIN}")

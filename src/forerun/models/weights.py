@@ -1,6 +1,6 @@
 """Checkpoint: the tensors of a Hugging Face folder, read one at a time.
 
-This file chooses the dtype of the weights, and checks that all tensors of the configuration exist before any is loaded.
+`check_weights` checks that all tensors of the configuration exist, with the right shapes, before any is loaded.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import read_fields, short
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import DTYPES, ModelConfig
-from forerun.models.foreign import BROKEN_OFF, describe_unreadable, foreign_tensors
+from forerun.models.foreign import INTERRUPTED, describe_unreadable, foreign_tensors
 from forerun.models.gguf.folder import INDEX, stored_tensors
 from forerun.models.gguf.tensors import GgufTensor
 from forerun.models.inside import text_part
 from forerun.models.mtp_names import find_modules
-from forerun.models.projections import EMBEDDING, HEAD, layer_tensors, promised_tensors
+from forerun.models.projections import EMBEDDING, HEAD, expected_tensors, layer_tensors
 from forerun.models.quantized.layouts import quantized_tensors
 from forerun.models.quantized.scheme import read_scheme
 from forerun.models.quantized.tensors import QuantizedTensor
 from forerun.models.spec import dtype_name
 from forerun.models.stored import AGAIN, PLAIN, StoredTensor, read_header
 
-MOST_SHARDS = 10_000  # a plausibility limit
+MOST_SHARDS = 10_000  # larger numbers in file names are not believed
 WHOLE = ("I64", "I32", "I16", "U8")
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
 FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # without folders: files elsewhere are not the checkpoint's
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
-SENSES = ("vision", "visual", "image", "audio", "multi_modal", "connector")  # name prefixes of image and audio parts
+MEDIA = ("vision", "visual", "image", "audio", "multi_modal", "connector")  # name prefixes of image and audio parts
 OUTER = "model."
 OTHER_NAMES = {  # InternLM 2's names, mapped to Llama's
     "tok_embeddings": "embed_tokens",
@@ -56,11 +56,11 @@ log = logging.getLogger(__name__)
 def number_formats(
     requested: str | torch.dtype, config: ModelConfig, activations_too: bool = False
 ) -> tuple[torch.dtype, ...]:
-    """The possible dtypes of the weights for a requested one, the best first. Raises InvalidRequest.
+    """The dtypes that weights may be loaded in, the preferred one first. Raises InvalidRequest.
 
-    "auto" keeps the checkpoint's 16 bits, with float32 as the alternative if that is faster; float64 becomes float32.
-    With `activations_too`, as on GPUs, activations have the dtype of the weights, and float16 becomes bfloat16, whose
-    range they do not exceed. An explicit dtype is used as it is.
+    An explicit dtype is used as it is. "auto" is the checkpoint's dtype if it has 16 bits, or float32 if that is
+    faster; float64 becomes float32. With `activations_too`, as on GPUs, activations have the dtype of the weights, and
+    float16 becomes bfloat16, because activations can exceed the range of float16.
     """
     name = dtype_name(requested)
     if name != "auto":
@@ -76,23 +76,23 @@ Stored = StoredTensor | GgufTensor | QuantizedTensor
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
     """The quantized weights of a checkpoint: the formats that can stay in groups, the most frequent first, and those
-    that are dequantized; average bytes of a weight in layers and head if groups stay."""
+    that must be dequantized; and the average bytes of a weight, in layers and in the head, if groups stay."""
 
     formats: tuple[str, ...]
     unpacked: tuple[str, ...]
-    of_layers: float
-    of_head: float
+    layer_bytes: float
+    head_bytes: float
 
 
 class Checkpoint:
-    """The tensors of a Hugging Face folder in safetensors, read one at a time in `dtype`.
+    """The tensors of a Hugging Face folder, read one at a time in `dtype`.
 
-    All headers are read first, so missing and damaged files are found before anything is loaded. A file is mapped only
-    while one of its tensors is copied, so loading needs memory for the weights and one tensor. Raises MissingWeights.
+    The constructor reads all headers, so missing and damaged files are found before anything is loaded: it raises
+    MissingWeights. A file is mapped only while one of its tensors is copied.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, on_gpu: bool = False) -> None:
-        """`on_gpu`: weights stored in groups are for GPU kernels."""
+        """`on_gpu`: whether GPU kernels multiply weights that are stored in groups."""
         self.folder = folder
         self.dtype = dtype
         self.on_gpu = on_gpu
@@ -100,20 +100,20 @@ class Checkpoint:
 
     @classmethod
     def of_model(cls, folder: Path, dtype: torch.dtype, on_gpu: bool = False) -> Checkpoint:
-        """The tensors of a whole model, under their usual names: base models saved without a head lack the prefix
-        "model.", and wrappers add their own."""
+        """The tensors of an entire model under Llama's names: base models without a head lack the prefix "model.", and
+        wrappers add their own."""
         checkpoint = cls(folder, dtype, on_gpu)
-        checkpoint.stored = by_usual_names(checkpoint.stored)
+        checkpoint.stored = with_llama_names(checkpoint.stored)
         return checkpoint
 
     def __contains__(self, name: str) -> bool:
         return name in self.stored
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, contiguous, in `dtype`, in memory of its own.
+        """One tensor in `dtype`, contiguous, in new memory.
 
-        Raises MissingWeights where it is not there, WrongShape where it is not as promised, UnsupportedModel where
-        it is stored in a quantised format or has numbers that float16, if that is `dtype`, does not have.
+        Raises MissingWeights if it does not exist, WrongShape if it has another shape, UnsupportedModel if its format
+        is not supported, or if it has numbers beyond the range of float16 and that is `dtype`.
         """
         entry = self.find(name, shape)
         tensor = entry.read_into(torch.empty(shape, dtype=self.dtype))
@@ -124,32 +124,31 @@ class Checkpoint:
         return tensor
 
     def groups(self, name: str, shape: tuple[int, ...], part: int | None = None) -> GroupedWeight | None:
-        """A matrix, or one expert's part of a stacked tensor, as stored in groups, with outputs before inputs; None if
-        it is not stored in groups. Raises as `take`."""
+        """A matrix as stored in groups, [outputs, inputs], or that of expert `part` in a stacked tensor; None if it is
+        not stored in groups that can stay. Raises the same errors as `take`."""
         entry = self.find(name, shape)
-        return entry.groups(part) if self.held_bytes(entry) else None
+        return entry.groups(part) if self.group_bytes(entry) else None
 
-    def held_bytes(self, entry: Stored) -> float:
-        """Bytes of a weight that stays in groups; 0 if it is dequantized."""
+    def group_bytes(self, entry: Stored) -> float:
+        """The bytes of one weight of this tensor if it stays in groups; 0 if it is dequantized."""
         return entry.form.num_bytes(self.on_gpu) if entry.form else 0.0
 
     def stored_groups(self, config: ModelConfig) -> StoredGroups | None:
-        """The quantized weights of the model of this configuration; None if there are none."""
+        """The quantized weights of a model with this configuration; None if there are none."""
         size = float(self.dtype.itemsize)
         quantized = [entry for entry in self.stored.values() if entry.format not in (*PLAIN, *WHOLE)]
-        kinds = Counter((bool(self.held_bytes(entry)), entry.format) for entry in quantized)
+        kinds = Counter((bool(self.group_bytes(entry)), entry.format) for entry in quantized)
         layers = [entry for name, entry in self.stored.items() if name.startswith("model.layers.")]
         numbers = [math.prod(entry.shape) for entry in layers]
-        held = sum(count * (self.held_bytes(entry) or size) for count, entry in zip(numbers, layers, strict=True))
+        total = sum(count * (self.group_bytes(entry) or size) for count, entry in zip(numbers, layers, strict=True))
         head = self.stored.get(EMBEDDING if config.tied else HEAD)
-        of_head = (head and self.held_bytes(head)) or size
-        stay, others = (
-            tuple(name for (stays, name), _ in kinds.most_common() if stays is asked) for asked in (True, False)
-        )
-        return StoredGroups(stay, others, held / max(1, sum(numbers)), of_head) if kinds else None
+        head_bytes = (head and self.group_bytes(head)) or size
+        in_groups = tuple(name for (stays, name), _ in kinds.most_common() if stays)
+        unpacked = tuple(name for (stays, name), _ in kinds.most_common() if not stays)
+        return StoredGroups(in_groups, unpacked, total / max(1, sum(numbers)), head_bytes) if kinds else None
 
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An integer tensor as int64. Raises MissingWeights or UnsupportedModel."""
+        """A tensor of token ids as int64. Raises UnsupportedModel if there is none of this shape, or MissingWeights."""
         entry = self.stored.get(name)
         if entry is None or entry.shape != shape or entry.format not in WHOLE:
             finding = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
@@ -157,25 +156,25 @@ class Checkpoint:
         return entry.read().long()
 
     def find(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """The stored tensor, checked by its header. Raises as `take`."""
+        """The stored tensor of this name, checked by its header. Raises the same errors as `take`."""
         entry = self.stored.get(name)
         if entry is None:
             problem = "the checkpoint is incomplete or of another architecture than config.json says"
             raise MissingWeights(f"{self.folder} has no tensor {name}: {problem}; download it again")
         if entry.shape != shape:
             raise WrongShape(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json promises {list(shape)}: "
+                f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json needs {list(shape)}: "
                 "use the config.json that came with the weights"
             )
         if not entry.readable:
-            lacking = "without scales beside it that config.json would know: use the files that came with the weights"
+            lacking = "without scales that config.json describes: use the files that came with the weights"
             raise UnsupportedModel(f"{entry.file}: {name} is stored as {entry.format}, {lacking}")
         return entry
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
-    """The tensors of the folder's safetensors files, or of the GGUF file that it represents; the tensors of a quantized
-    weight are combined into one."""
+    """The tensors of the folder's safetensors files, or of the GGUF file that it represents; the several tensors of a
+    quantized weight become one entry."""
     if (folder / INDEX).exists():
         return dict(stored_tensors(folder))
     stored = read_headers(folder)
@@ -185,7 +184,7 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of model.safetensors or else of all shards, from the index or, without one, by their file names."""
+    """The tensors of model.safetensors or, without it, of all shards: those in the index, else by their file names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return read_header(single)
@@ -214,8 +213,8 @@ def shards_of(folder: Path) -> list[Path]:
         raise MissingWeights(f"{folder} {problem}")
     number, count = parts[0].groups()
     names = [f"model-{i:0{len(number)}}-of-{count}.safetensors" for i in range(1, min(int(count), MOST_SHARDS) + 1)]
-    if strange := sorted({part[0] for part in parts} - set(names)):
-        raise MissingWeights(f"{folder} has {names[0]} and {strange[0]}, of different sets: remove what is not its own")
+    if others := sorted({part[0] for part in parts} - set(names)):
+        raise MissingWeights(f"{folder} has {names[0]} and {others[0]}, of different checkpoints: remove one of them")
     require_files(files := [folder / name for name in names])
     return files
 
@@ -225,17 +224,17 @@ def require_files(files: Sequence[Path]) -> None:
     missing = [file for file in files if not file.exists()]
     if missing:
         others = f", and {len(missing) - 1} more of {len(files)} are too" if missing[1:] else ""
-        cause = describe_unreadable(missing[0].parent, BROKEN_OFF)
+        cause = describe_unreadable(missing[0].parent, INTERRUPTED)
         raise MissingWeights(f"{missing[0]} is missing{others}: {f'the folder {cause}' if cause else AGAIN}")
 
 
-def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors under Llama's names, with any prefix of embedding, layers and norm replaced.
+def with_llama_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors under Llama's names: the common prefix of embedding, layers and norm becomes "model.".
 
-    Tensors with another prefix, as of an image encoder, are not part of the language model and keep other names.
+    Tensors with another prefix, such as those of an image encoder, are not part of the language model.
     """
     if any(name.endswith("tok_embeddings.weight") for name in stored):
-        stored = {usual_name(name): entry for name, entry in stored.items()}
+        stored = {llama_name(name): entry for name, entry in stored.items()}
     tables = [name for name in stored if name.endswith(EMBEDDING.removeprefix(OUTER))]
     if EMBEDDING in stored or len(tables) != 1:
         return dict(stored)
@@ -247,8 +246,8 @@ def by_usual_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:
     return {names[name]: entry for name, entry in stored.items()}
 
 
-def usual_name(name: str) -> str:
-    """The name in Llama's naming of a tensor of InternLM 2 (OTHER_NAMES)."""
+def llama_name(name: str) -> str:
+    """Llama's name of a tensor of InternLM 2 (OTHER_NAMES)."""
     stem, dot, kind = name.rpartition(".")
     part = next((part for part in OTHER_NAMES if stem.endswith(part)), "")
     name = f"{stem.removesuffix(part)}{OTHER_NAMES.get(part, '')}{dot}{kind}"
@@ -258,7 +257,8 @@ def usual_name(name: str) -> str:
 def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """Check all tensors by their headers; returns `config` with `tied` and the experts' names as stored.
 
-    A stored head that differs from the embedding to which it should be tied is used. Raises as `check_tensors`.
+    If a head is stored that config.json ties to the embedding, and they differ, the stored head is used. Raises the
+    same errors as `check_tensors`.
     """
     if problem := foreign_tensors(checkpoint.stored):
         raise UnsupportedModel(f"{checkpoint.folder} is not read: {problem}")
@@ -273,22 +273,22 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
         head, embedding = (checkpoint.take(name, size) for name in (HEAD, EMBEDDING))
         if not torch.equal(head, embedding):
             log.warning(
-                "%s: %s differs from the embedding though config.json ties them; it is used as stored "
-                "(set tie_word_embeddings to false to say so)",
+                "%s: %s differs from the embedding, though config.json ties them: the stored one is used (set "
+                "tie_word_embeddings to false to avoid this warning)",
                 checkpoint.folder,
                 HEAD,
             )
             config = replace(config, tied=False)
     modules = find_modules(checkpoint.stored, config.layers)
     if modules is not None:
-        log.info("%s ships MTP modules, which --draft mtp drafts with", checkpoint.folder)
-    idle = [HEAD, *(modules.tensors if modules else ())]
-    check_tensors(promised_tensors(config), checkpoint, layers=config.layers, idle=idle)
+        log.info("%s has MTP modules: use --draft mtp to draft with them", checkpoint.folder)
+    ignored = [HEAD, *(modules.tensors if modules else ())]
+    check_tensors(expected_tensors(config), checkpoint, layers=config.layers, ignored=ignored)
     return config
 
 
 def with_stored_names(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """`config` with the stacked names of experts if more of the checkpoint's tensors have those."""
+    """`config` with the names of stacked experts, if the checkpoint has more tensors of those names."""
     experts = config.experts
     if experts is None or experts.names.stacked is None:
         return config
@@ -302,34 +302,34 @@ def with_stored_names(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfi
 
 
 def check_tensors(
-    promised: Iterable[tuple[str, tuple[int, ...]]], checkpoint: Checkpoint, layers: int, idle: Collection[str] = ()
+    expected: Iterable[tuple[str, tuple[int, ...]]], checkpoint: Checkpoint, layers: int, ignored: Collection[str] = ()
 ) -> None:
-    """Check the promised tensors by their headers, and the other stored tensors by their names.
+    """Check the expected tensors by their headers, and all other stored tensors except `ignored` by their names.
 
-    Raises as `take` at the first missing tensor. An unread tensor inside the layers, or beside embedding, norm and
-    head, would change results: it raises UnsupportedModel, unless it is a bias of zeros or a buffer that can be
-    recomputed. Others, such as heads for other tasks and further layers, are logged. `idle` are names to ignore.
+    Raises the same errors as `take` at the first tensor that is missing. Another tensor inside the layers, or next to
+    embedding, norm and head, would change results: it raises UnsupportedModel, unless it is a bias of zeros or a buffer
+    that can be recomputed. Others, such as heads for other tasks or further layers, cause a warning.
     """
-    read = set(idle)
-    for name, shape in promised:
+    read = set(ignored)
+    for name, shape in expected:
         checkpoint.find(name, shape)
         read.add(name)
     others = [n for n in checkpoint.stored if n not in read and not n.endswith(BUFFERS)]
     for name in others:
-        if changes_logits(name, layers) and not is_idle_bias(name, checkpoint):
+        if changes_logits(name, layers) and not is_zero_bias(name, checkpoint):
             raise UnsupportedModel(
-                f"{checkpoint.stored[name].file}: the tensor {short(name)} would change what the model computes, and "
-                "the model of config.json does not have it: use the config.json that came with the weights, or another "
+                f"{checkpoint.stored[name].file}: the tensor {short(name)} would change results, and the model that "
+                "config.json describes does not have it: use the config.json that came with the weights, or another "
                 "checkpoint"
             )
     unread = [n for n in others if not changes_logits(n, layers)]
-    senses = sorted({n.partition(".")[0] for n in unread if n.startswith(SENSES)})
-    if senses:
-        log.warning("%s: text alone is read; %s are left out", checkpoint.folder, ", ".join(senses))
-        unread = [n for n in unread if n.partition(".")[0] not in senses]
+    multimodal = sorted({n.partition(".")[0] for n in unread if n.startswith(MEDIA)})
+    if multimodal:
+        log.warning("%s: only text is supported: %s are not loaded", checkpoint.folder, ", ".join(multimodal))
+        unread = [n for n in unread if n.partition(".")[0] not in multimodal]
     if unread:
         log.warning(
-            "%s: %d tensors are not read, among them %s",
+            "%s: %d tensors are not used, such as %s",
             checkpoint.folder,
             len(unread),
             ", ".join(map(short, unread[:3])),
@@ -337,14 +337,14 @@ def check_tensors(
 
 
 def changes_logits(name: str, layers: int) -> bool:
-    """Whether a tensor of this name would affect the logits of a decoder with this many layers."""
+    """Whether a tensor of this name can belong to a decoder with this many layers."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal():
         return int(parts[2][:9]) < layers
     return parts[0] in ("model", "lm_head")
 
 
-def is_idle_bias(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether a tensor is a bias of zeros, which conversions between families leave."""
+def is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether a tensor is a bias of zeros, as conversions between families may write."""
     entry = checkpoint.stored[name]
     return name.endswith(".bias") and entry.readable and not checkpoint.take(name, entry.shape).any()

@@ -1,15 +1,15 @@
 """Widening: makes a larger checkpoint that computes the same function as a small one.
 
-The residual stream gets additional channels that stay 0: nothing writes to them, so weights that read them may have any
-value. Additional heads and neurons compute, but their output columns are 0; additional layers compute and write
-nothing; widen_experts.py handles experts. Unused weights are random and as large as their neighbours, so no kernel can
-skip them. The mean square that a norm sees shrinks by the ratio of the widths: its gain shrinks by the root of the
-ratio, its eps by the ratio. Norms of query and key heads share the eps, so their inputs shrink too. At ratios of 4, 16,
-... all factors are powers of two, which are exact.
+With it, costs and gains of speculation can be measured at the size of a real model when none is at hand. The residual
+stream gets additional channels that stay 0: no layer writes to them, so weights that read them may have any value.
+Additional heads and neurons compute, but their output weights are 0; additional layers write nothing; widen_experts.py
+handles experts. Unused weights are random and as large as the real ones, so that no kernel can skip them. The mean
+square of a norm's input shrinks by the ratio of the widths, so its gain is divided by the root of the ratio, and its
+eps by the ratio; norms of query and key heads use the same eps, so their inputs are scaled down too. At ratios of 4,
+16, ... all factors are powers of two, which are exact.
 
-So the costs and gains of speculation can be measured at the size of a real model if none is available. config.json
-marks a widened checkpoint (`forerun_widened`), and every measurement shows it. `agreement` compares the logits of both
-models before a checkpoint gets its final name.
+config.json marks a widened checkpoint (`forerun_widened`), and every measurement shows the mark. The logits of both
+models are compared before the checkpoint gets its final name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from forerun.annotations import ProgressCallback
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
 from forerun.fields import read_fields
-from forerun.models.agreement import Agreement, agreement
+from forerun.models.agreement import Agreement, compare_logits
 from forerun.models.config import WIDENED, ModelConfig, amount, config_of, read_config
 from forerun.models.gguf.folder import INDEX
 from forerun.models.inside import text_part
@@ -47,27 +47,28 @@ from forerun.models.widen_experts import expert_values, grown_experts, parts_of,
 from forerun.store import cache_folder, save_tensors, whole_folder, writable
 from forerun.text.chat import OTHER_FILES
 
-RECIPE = 1  # raised when the same shape and seed give other weights
+RECIPE = 1  # increased when the weights for a shape and seed change
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-# What adds to the residual stream, by all names; the later ones are of experts.
+# Name endings of all tensors that write to the residual stream; the last three are of experts.
 WRITERS: tuple[str, ...] = (*ADDING, "o_proj.bias", "down_proj.bias")
 WRITERS += ("w2.weight", "experts.down_proj", "experts.down_proj_bias")
 HEAD_NORMED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")  # in families with head norms
 STREAM_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", FINAL_NORM)
 SHARD_BYTES = 256 << 20
-# What is copied along, but for what is written anew.
+# Files that are copied, except those that are written for the new checkpoint.
 COMPANIONS = ("*.json", "tokenizer*", "*.txt", "*.jinja", OTHER_FILES, "LICENSE*")
 WEIGHTS = "*.safetensors"
-promised_by = cache(tensor_shapes)  # of the source, read once for each tensor
+cached_shapes = cache(tensor_shapes)  # of the source, which are needed for each tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Wider:
-    """The shape to grow to. `mlp` and `heads` grow with `hidden` by default; heads keep their width and grouping.
+    """The shape of a widened model. By default `mlp` and `heads` grow in proportion to `hidden`; the width and grouping
+    of heads do not change.
 
-    Additional layers are spread between the real ones, the last of which stays last; without `spread` they all come
-    after them. With `experts` every MLP of a dense source becomes so many experts of `mlp` neurons each, `active` of
-    them for each token.
+    Additional layers are distributed between the source's layers, of which the last stays last; without `spread` they
+    all come after them. With `experts`, every MLP of a dense source becomes this number of experts of `mlp` neurons
+    each, `active` of them for each token.
     """
 
     hidden: int
@@ -81,7 +82,7 @@ class Wider:
 
     @classmethod
     def of(cls, config: ModelConfig, num_parameters: int) -> Wider:
-        """A shape of about `num_parameters`: as wide as the layers allow, in steps of 4, which are exact."""
+        """A shape of about `num_parameters`, as wide as the layers allow, in factors of 4, which are exact."""
         if num_parameters < (least := count_parameters(config)):
             raise InvalidRequest(
                 "parameters", f"{amount(num_parameters)} must be at least the model's own {amount(least)}."
@@ -95,7 +96,7 @@ class Wider:
             wider, hidden = cls(hidden, layers), hidden * 4
 
     def shape(self, config: ModelConfig) -> ModelConfig:
-        """`config` grown to this shape. Raises InvalidRequest if something would shrink or does not divide."""
+        """`config` with this shape. Raises InvalidRequest if a size would shrink or does not divide."""
         for name in ("hidden", "layers"):
             require_whole(name, getattr(self, name), getattr(config, name))
         ratio = self.hidden / config.hidden
@@ -108,7 +109,7 @@ class Wider:
         if heads % config.group:
             raise InvalidRequest("heads", f"{heads} must be a multiple of {config.group}, the heads that share a key.")
         if self.hidden % heads and not config.hidden % config.heads:
-            raise InvalidRequest("heads", f"{heads} must divide hidden, {self.hidden}: other readers insist on it.")
+            raise InvalidRequest("heads", f"{heads} must divide hidden, {self.hidden}, as other programs require.")
         origins = [origin.layer for origin in self.origins(config)]
         wide = replace(
             config,
@@ -125,7 +126,7 @@ class Wider:
         return wide if self.experts is None else to_experts(config, wide, self.experts, self.active)
 
     def default_heads(self, config: ModelConfig) -> int:
-        """The default number of heads: grown like the channels, or a few less so that it divides the channels."""
+        """The default number of heads: in proportion to `hidden`, or a little less, so that it divides `hidden`."""
         most = round(config.kv_heads * self.hidden / config.hidden) * config.group
         fitting = (heads for heads in range(most, config.heads, -config.group) if self.hidden % heads == 0)
         return next(fitting, config.heads)
@@ -140,7 +141,7 @@ class Wider:
 
 @dataclass(frozen=True, slots=True)
 class LayerOrigin:
-    """The source's layer of a layer; if not `real`, the layer is an addition that only resembles it."""
+    """The source layer of a layer; if not `real`, the layer is an addition with random weights of similar size."""
 
     layer: int
     real: bool
@@ -149,11 +150,11 @@ class LayerOrigin:
 def widen(
     source: str, destination: Path, wider: Wider, progress: ProgressCallback | None = None, seed: int = 0
 ) -> Path:
-    """Write `source`, widened, to the folder `destination`, in the source's dtype; returns the folder.
+    """Write the widened `source`, in its dtype, to the folder `destination`; returns the folder.
 
-    A folder from an earlier call with the same arguments is reused. Raises InvalidRequest for any other existing folder
-    or a shape that does not fit, UnsupportedModel for a widened source, WidenedDiffers if the logits differ. The folder
-    appears only complete and checked.
+    The folder is created only when it is complete and checked; one from an earlier call with the same arguments is
+    reused. Raises InvalidRequest for any other existing folder or a shape that does not fit, UnsupportedModel for a
+    source that is widened already, WidenedDiffers if the logits differ.
     """
     plan = Plan.of(source, wider, seed)
     destination = Path(destination)
@@ -164,12 +165,12 @@ def widen(
         raise InvalidRequest("out", f"{destination} cannot be written ({error}): choose another.") from error
     with alone:
         if not plan.is_at(destination):
-            make(plan, destination, progress)
+            write_checked(plan, destination, progress)
     return destination
 
 
 def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None = None) -> Path:
-    """Widen into the user's cache folder; a later call with the same weights and shape reuses the folder."""
+    """Widen to a folder in the user's cache, which later calls with the same weights and shape reuse."""
     try:
         folder = cache_folder("widened")
     except OSError as error:
@@ -179,7 +180,7 @@ def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked widening: the source, the new shape, and a fingerprint of all inputs (`recipe`)."""
+    """A checked widening: the source, the new shape, and a digest of all inputs (`recipe`)."""
 
     source: Blueprint
     wide: ModelConfig
@@ -192,11 +193,11 @@ class Plan:
         """Check the source and the shape; nothing is written."""
         blueprint = Blueprint.of(source)
         if blueprint.config.widened is not None:
-            raise UnsupportedModel(f"{source} is {blueprint.name} already: widen what it was made from")
+            raise UnsupportedModel(f"{source} is already widened, {blueprint.name}: widen its source instead")
         fields = read_fields(blueprint.folder / "config.json")
         if not blueprint.config.is_plain or text_part(fields) is not fields:
-            what = blueprint.config.family if text_part(fields) is fields else "a part of another model"
-            raise UnsupportedModel(f"{source} has layers of {what}: those of Llama can be widened")
+            kind = blueprint.config.family if text_part(fields) is fields else "a multimodal model"
+            raise UnsupportedModel(f"{source} has layers of {kind}: only Llama's layers can be widened")
         wide = wider.shape(blueprint.config)
         if wide.vocab_size > blueprint.config.vocab_size:
             refuse_emitted_padding(blueprint)
@@ -219,28 +220,28 @@ class Plan:
 
 
 def refuse_inexpressible(plan: Plan) -> None:
-    """Raise InvalidRequest if the family with experts cannot express the dense source's biases or windows."""
+    """Raise InvalidRequest if the family with experts has no keys for the dense source's biases or windows."""
     fields, wide = read_fields(plan.source.folder / "config.json"), plan.wide
     if plan.source.config.experts is not None or wide.experts is None:
         return
     with suppress(UnsupportedModel):
-        spelled = config_of(replace(fields, values=config_values(plan, None)), wide.bos_id, wide.eos_ids)
-        if replace(spelled, widened=None) == wide:
+        written = config_of(replace(fields, values=config_values(plan, None)), wide.bos_id, wide.eos_ids)
+        if replace(written, widened=None) == wide:
             return
     problem = f"{wide.family} has no biases or windows like those of {plan.source.name}: leave it out."
-    raise InvalidRequest("experts", f"{wide.experts.count} cannot be given to it: {problem}")
+    raise InvalidRequest("experts", f"{wide.experts.count} are not possible: {problem}")
 
 
 def refuse_emitted_padding(source: Blueprint) -> None:
-    """Raise InvalidRequest if the tokenizer has ids that a padded vocabulary would turn into real ones."""
+    """Raise InvalidRequest if a larger vocabulary would make ids real that the tokenizer has but the source lacks."""
     num_ids, vocab_size = source.tokenizer().num_ids, source.config.vocab_size
     if num_ids > vocab_size:
         problem = f"the tokenizer has {num_ids} ids, more than the model's {vocab_size}: leave the vocabulary as it is"
         raise InvalidRequest("vocab_size", problem)
 
 
-def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
-    """Write the checkpoint and check it; only then it gets its name."""
+def write_checked(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
+    """Write the checkpoint under a temporary name, check it, and give it its final name."""
     with writable(destination), whole_folder(destination) as partial:
         size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
         free = shutil.disk_usage(partial).free
@@ -250,18 +251,18 @@ def make(plan: Plan, destination: Path, progress: ProgressCallback | None) -> No
         copy_files(companions(plan.source.folder), plan.source.folder, partial)
         write_weights(plan, partial, progress)
         write_config(plan, partial, None)
-        assert replace(read_config(partial), widened=None) == plan.wide, "config.json says something else than planned"
-        gap = agreement(plan.source, partial, progress)
+        assert replace(read_config(partial), widened=None) == plan.wide, "config.json differs from the plan"
+        gap = compare_logits(plan.source, partial, progress)
         if not gap.largest_difference <= gap.tolerance:
             raise WidenedDiffers(
-                f"{plan.source.name}, widened, has logits that differ by up to {gap.largest_difference:.3g}, where "
+                f"the widened {plan.source.name} has logits that differ by up to {gap.largest_difference:.3g}, where "
                 f"{gap.tolerance:.3g} is allowed: the checkpoint was removed; please report this with its config.json"
             )
         write_config(plan, partial, gap)
 
 
 def companions(folder: Path) -> list[Path]:
-    """config.json and the files beside the weights that a widened checkpoint keeps."""
+    """config.json and all other files except weights, which are copied to a widened checkpoint."""
     files = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     return sorted(path for path in files if not path.name.endswith((".safetensors.index.json", INDEX)))
 
@@ -275,14 +276,14 @@ def copy_files(paths: Iterable[Path], folder: Path, destination: Path) -> None:
 
 
 def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
-    """Write the source's config.json with the new shape and a description of the widening."""
+    """Write the source's config.json with the new shape and the mark of a widened checkpoint."""
     text = json.dumps(config_values(plan, found), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
     config, fields = plan.wide, read_fields(plan.source.folder / "config.json")
-    kept = {key: value for key, value in fields.values.items() if key not in KEYS}  # weights are written unpacked
+    kept = {key: value for key, value in fields.values.items() if key not in KEYS}  # weights are written dequantized
     values = {**kept, **config.layer_fields()} | {
         "num_hidden_layers": config.layers,
         "vocab_size": config.vocab_size,
@@ -305,17 +306,17 @@ def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
 
 
 def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -> None:
-    """Write all tensors in shards, of which one is in memory at a time, and the index."""
+    """Write all tensors in shards, one of which is in memory at a time, and the index."""
     checkpoint = plan.source.checkpoint(plan.wide.dtype)
     generator = torch.Generator().manual_seed(plan.seed)
     shapes = tensor_shapes(plan.wide)
-    groups = shards(shapes, plan.wide.dtype.itemsize)
+    groups = split_into_shards(shapes, plan.wide.dtype.itemsize)
     places: dict[str, str] = {}
     for i, names in enumerate(groups):
         file = f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
         tensors = {}
         for name in names:
-            tensors[name] = grown(plan, checkpoint, name, shapes[name], generator)
+            tensors[name] = widened(plan, checkpoint, name, shapes[name], generator)
             places[name] = file
             if progress is not None:
                 progress(f"widening {plan.source.name}", len(places) / len(shapes))
@@ -325,8 +326,8 @@ def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
-    """The tensor names in order, in groups of about SHARD_BYTES."""
+def split_into_shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
+    """The tensor names in order, in groups of at least SHARD_BYTES, except for the last."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -338,24 +339,24 @@ def shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]
     return groups
 
 
-def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """One tensor of the widened model: the source's values in the first corner, zeros or unused weights around it."""
+def widened(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
+    """One tensor of the widened model: the source's values at the lowest indices, elsewhere zeros or unused weights."""
     config, layer = plan.source.config, LAYER.fullmatch(name)
     number = int(layer[1]) if layer else 0
     origin = plan.origins[number] if layer else LayerOrigin(0, True)
     part = parts_of(config, plan.wide).get(layer[2]) if layer else None
     source_name = f"model.layers.{origin.layer}.{part.name if part else layer[2]}" if layer else name
-    promised = promised_by(config).get(source_name)
-    if promised is None:  # a router that the source does not have; the logits have a spread of 1
-        return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=generator).to(plan.wide.dtype)
-    source = checkpoint.take(source_name, promised)
+    source_shape = cached_shapes(config).get(source_name)
+    if source_shape is None:  # a router, which a dense source lacks; its logits get a standard deviation of 1
+        return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=dice).to(plan.wide.dtype)
+    source = checkpoint.take(source_name, source_shape)
     if name.endswith(STREAM_NORMS) or (config.qk_norm and name.endswith(HEAD_NORMED)):
         source = (source.double() * shrinkage(config, plan.wide)).to(source.dtype)
     if name.endswith(WRITERS):
         tensor = source.new_zeros(shape)
     else:
         mean, std = source.float().mean().item(), source.float().std(correction=0).item()
-        tensor = source.new_empty(shape).normal_(mean, std, generator=generator)
+        tensor = source.new_empty(shape).normal_(mean, std, generator=dice)
     if name == EMBEDDING:
         tensor[:, config.hidden :] = 0
     if origin.real:
@@ -367,5 +368,5 @@ def grown(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...],
 
 
 def shrinkage(config: ModelConfig, wide: ModelConfig) -> float:
-    """The factor by which the root mean square of the residual stream shrinks with the added zeros."""
+    """The factor by which the added zeros shrink the root mean square of the residual stream."""
     return math.sqrt(config.hidden / wide.hidden)

@@ -1,8 +1,8 @@
-"""Widening with experts: a source's experts grow like its MLPs, and a dense source can be converted to experts.
+"""Widening of experts: those of a source grow like its MLPs, and a dense source can be given experts.
 
-Each expert of a dense source computes the source's MLP, with the same neurons at positions of its own among others that
-have no effect. So the experts' weights differ, but any choice of them gives the same output. The routers are random: a
-pass reads about as many experts as in a model with balanced routing.
+Each expert made from a dense MLP computes that MLP: its neurons are at random positions among neurons without effect.
+So the experts' weights differ, but any choice of experts gives the same output. The routers are random, so a pass reads
+about as many experts as in a model with balanced routing.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def grown_experts(config: ModelConfig, mlp: int, layers: Sequence[int]) -> ExpertsConfig | None:
-    """The widened experts of a source, whose dense MLP grows to `mlp` neurons and whose layer i is from `layers[i]`."""
+    """The widened experts of a source whose dense MLPs grow to `mlp` neurons; layer i is its layer `layers[i]`."""
     e = config.experts
     if e is None:
         return None
     if e.names.is_stacked and not e.names.transposed:
         cure = "save it with transformers, which writes each expert by itself"
-        raise UnsupportedModel(f"a checkpoint of {config.family} whose experts lie in one tensor cannot grow: {cure}")
+        raise UnsupportedModel(f"{config.family} with all experts in one tensor cannot be widened: {cure}")
     inner, shared = (round(size * mlp / config.intermediate) for size in (e.intermediate, e.shared))
     sparse = tuple(i for i, origin in enumerate(layers) if origin in e.layers)
     return replace(e, intermediate=inner, shared=shared, layers=sparse)
 
 
 def to_experts(config: ModelConfig, wide: ModelConfig, count: int, active: int) -> ModelConfig:
-    """`wide`, the widened dense `config`, with `count` experts in every layer, `active` for each token.
+    """`wide`, the widened dense `config`, with `count` experts in every layer, `active` of them for each token.
 
     Raises InvalidRequest for a source with experts, or if its family has no variant with experts.
     """
-    form = FAMILIES.get(family_of(config).with_experts or "")
-    if config.experts is not None or form is None or form.sparse is None:
-        raise InvalidRequest("experts", f"{count} cannot be given to a model of {config.family}: leave it out.")
+    form = FAMILIES.get(family_of(config).moe_architecture or "")
+    if config.experts is not None or form is None or form.moe is None:
+        raise InvalidRequest("experts", f"{count} are not possible for a model of {config.family}: leave it out.")
     require_whole("active", active, 1)
     require_whole("experts", count, active)
     experts = ExpertsConfig(
-        names=form.sparse.names,
+        names=form.moe.names,
         layers=tuple(range(wide.layers)),
         count=count,
         active=active,
@@ -66,15 +66,15 @@ def to_experts(config: ModelConfig, wide: ModelConfig, count: int, active: int) 
 
 
 def expert_values(source: ModelConfig, wide: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json for the experts of `wide` and, for a dense source, those of the new family."""
+    """The keys of config.json for the experts of `wide` and, if the source is dense, for the new family."""
     e, family = wide.experts, family_of(wide)
-    if e is None or family.sparse is None:
+    if e is None or family.moe is None:
         return {}
     dense = [layer for layer in range(wide.layers) if layer not in e.layers]
     fields: dict[str, Any] = {"num_experts": e.count, "num_local_experts": e.count, "num_experts_per_tok": e.active}
-    fields |= {family.sparse.intermediate: e.intermediate, "decoder_sparse_step": 1}
+    fields |= {family.moe.intermediate: e.intermediate, "decoder_sparse_step": 1}
     fields |= {"mlp_only_layers": dense} if dense or "mlp_only_layers" in values else {}
-    fields |= {family.sparse.shared: e.shared} if family.sparse.shared else {}
+    fields |= {family.moe.shared: e.shared} if family.moe.shared else {}
     if source.experts is not None:
         return fields
     architecture = next(name for name, row in FAMILIES.items() if row is family)
@@ -86,27 +86,28 @@ def expert_values(source: ModelConfig, wide: ModelConfig, values: Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """The source's tensor of an expert's tensor: its name inside the layer; the expert, and the axis of neurons."""
+    """The origin of an expert's tensor in a dense source: the name there, the expert, and the axis of neurons."""
 
     name: str
     expert: int
     axis: int
 
     def places(self, source: int, wide: int, layer: int, seed: int) -> Int[Tensor, " neurons"]:
-        """The positions of the source's neurons among those of this expert."""
+        """The positions of the source's neurons among this expert's `wide` neurons."""
         dice = torch.Generator().manual_seed(((seed * 10_007 + layer) * 10_007 + self.expert) % 2**63)
         return torch.randperm(wide, generator=dice)[:source]
 
 
 @cache
 def parts_of(source: ModelConfig, wide: ModelConfig) -> dict[str, ExpertPart]:
-    """The experts' tensors of a widened dense source, by their names inside a layer; empty for other sources."""
+    """The origins of the experts' tensors of a widened dense source, by name inside a layer; else empty."""
     table = LayerTable.of(source, 0)
     if source.experts is not None or wide.experts is None or table.dense is None:
         return {}
     parts = {}
     for number, expert in enumerate(LayerTable.of(wide, 0).experts):
-        for mine, its, axis in ((table.dense.gate_up, expert.gate_up, 0), (table.dense.down, expert.down, 1)):
-            for name, new in zip(mine.weights(), its.weights(), strict=True):
-                parts[new] = ExpertPart(name, number, axis)
+        pairs = ((table.dense.gate_up, expert.gate_up, 0), (table.dense.down, expert.down, 1))
+        for dense, in_expert, axis in pairs:
+            for name, new_name in zip(dense.weights(), in_expert.weights(), strict=True):
+                parts[new_name] = ExpertPart(name, number, axis)
     return parts

@@ -78,7 +78,7 @@ def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: 
             "target": target.name,
             "given_as": subject.spec.model,
             "format": target.format,
-            "kernels": target.computed_by,
+            "kernels": target.backend_name,
             "fingerprint": target.fingerprint(),
         },
         "prompts": {

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.annotations import Float
 from forerun.device import Download
 from forerun.draft.base import Budget
-from forerun.models.chains import Chains, IdMap, Start
+from forerun.models.chains import Chains, ChainStart, IdMap
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 
@@ -124,15 +124,15 @@ class RootPass:
     logits: Float[Tensor, "judged vocab"]
 
 
-def number_guesses(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains, starts: Sequence[Start]) -> None:
+def number_guesses(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains, starts: Sequence[ChainStart]) -> None:
     """Number the draft tokens that were read into these texts' tails; unseen ones when the host knows them."""
-    if chains.guesses is None:
+    if chains.draft_tokens is None:
         for start in starts:
             read = chains.trees[start.row].tokens[1 : 1 + chains.num_read.get(start.seq_id, 0)]
             for token in ids.model_id_list(read):
                 texts[start.seq_id].append(token)
     elif chains.num_read:
-        download = Download(ids.model_ids(chains.guesses))
+        download = Download(ids.model_ids(chains.draft_tokens))
 
         def guesses(row: int, num_read: int) -> Sequence[int]:
             read: list[int] = download.values[row][:num_read]
@@ -142,7 +142,7 @@ def number_guesses(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains,
             texts[start.seq_id].pending = partial(guesses, start.row, chains.num_read.get(start.seq_id, 0))
 
 
-def starts_of(draws: Draws, granted: Mapping[int, Budget]) -> list[Start]:
+def starts_of(draws: Draws, granted: Mapping[int, Budget]) -> list[ChainStart]:
     """The chains of these sequences, within their budgets."""
     rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-    return [Start(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]
+    return [ChainStart(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]

@@ -18,7 +18,7 @@ from forerun.draft.base import NO_DRAFT, Committed
 from forerun.draft.model.drafted_text import DraftRow, starts_of
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS, Follower
 from forerun.draft.model.unread_states import ShownText
-from forerun.models.chains import Chains, ParallelHeads, Start, UnreadTexts
+from forerun.models.chains import Chains, ChainStart, ParallelHeads, UnreadTexts
 from forerun.models.runner import Read
 from forerun.sampling.draws import Draws
 
@@ -31,7 +31,7 @@ class FedFollower(Follower):
 
     rereads: ClassVar[bool] = False
     draws_after_text: bool = False
-    drawn: Sequence[Start] = ()  # the chains that the last draft drew behind text, guess by guess
+    drawn: Sequence[ChainStart] = ()  # the chains that the last draft drew behind text, guess by guess
     least_text: ClassVar[int] = 1  # tokens of each row that a call has to read before it draws behind them
 
     def observe(self, news: Committed) -> None:

@@ -24,8 +24,8 @@ from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses, starts_of
 from forerun.draft.model.grower import LevelReader, grow, unseen_chains
 from forerun.draft.model.unread_states import UnreadStates
-from forerun.models.chains import Chains, IdMap, Start, joined
-from forerun.models.decoder import States
+from forerun.models.chains import Chains, ChainStart, IdMap, joined
+from forerun.models.decoder import Outputs
 from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -59,7 +59,7 @@ class Follower:
         reads: Sequence[Read],
         drawn: DeviceTokens | None = None,
         features: Float[Tensor, "total taps hidden"] | None = None,
-    ) -> States:
+    ) -> Outputs:
         """One pass over these tokens; `features` are the target's states after those of final text, for models that
         read them.
 
@@ -67,7 +67,7 @@ class Follower:
         """
         return self.runner.read(reads, drawn=drawn)
 
-    def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts hidden"] | None:
+    def behind_roots(self, starts: Sequence[ChainStart]) -> Float[Tensor, "starts hidden"] | None:
         """The target's states that go with the tokens after these roots; None if the model reads tokens alone."""
         return None
 
@@ -172,7 +172,7 @@ class Follower:
         return chains
 
     def draw_at_once(
-        self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
+        self, draws: Draws, starts: Sequence[ChainStart], logits: Tensor, states: bool = False
     ) -> Chains | None:
         """Chains by one call of the runner, timed as its passes; None if it has no such call for them."""
         before, started_s = self.behind_roots(starts), time.perf_counter()
@@ -186,7 +186,7 @@ class Follower:
         """Read one more token of each chain, known to the device only; None if the cache is full."""
         return self.logits(self.read(reads, active, replace(drawn, tokens=self.ids.model_ids(drawn.tokens))))
 
-    def logits(self, states: States | None) -> Tensor | None:
+    def logits(self, states: Outputs | None) -> Tensor | None:
         """The logits of a pass, over the target's ids."""
         return None if states is None else self.ids.target_logits(states.logits)
 
@@ -311,7 +311,7 @@ class Follower:
         active: Collection[int],
         drawn: DeviceTokens | None = None,
         features: Tensor | None = None,
-    ) -> States | None:
+    ) -> Outputs | None:
         """One pass; None if the cache is full even after evicting all sequences outside `active`."""
         idle = [s for s in self.sequences if s not in active and s in self.runner.cache] if self.rereads else []
         while True:

@@ -25,7 +25,7 @@ from forerun.device import upload, upload_tensor
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, starts_of
 from forerun.draft.model.tree_shape import GrowingTree, Ranks
-from forerun.models.chains import Chains, IdMap, Start
+from forerun.models.chains import Chains, ChainStart, IdMap
 from forerun.models.runner import DeviceTokens, Read
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
@@ -183,13 +183,13 @@ ReadUnseen = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # the logi
 
 
 def unseen_chains(
-    draws: Draws, starts: Sequence[Start], logits: Float[Tensor, "starts vocab"], read: ReadUnseen
+    draws: Draws, starts: Sequence[ChainStart], logits: Float[Tensor, "starts vocab"], read: ReadUnseen
 ) -> Chains:
     """A chain for every start. It ends at its depth, or where the cache has no room to read on."""
     batch, deepest = len(draws.rows), max(start.depth for start in starts)
     guesses = torch.full((batch, deepest), -1, dtype=torch.long, device=draws.device)
     counts, law_rows, greedy = [0] * batch, [[-1] * (1 + deepest) for _ in range(batch)], draws.greedy
-    chains = Chains([], {}, guesses=guesses)
+    chains = Chains([], {}, draft_tokens=guesses)
     active = list(starts)
     roots, rows = draws.roots(), upload([start.row for start in active], torch.long, draws.device)
     at = PathState(roots.row[rows], roots.drawn[rows], roots.position[rows])
@@ -223,7 +223,7 @@ def unseen_chains(
 
 # Something of the next guess of these sequences, given their roots and the guesses so far.
 OfNextGuess = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
-DrawAtOnce = Callable[[Sequence[Start]], Chains | None]
+DrawAtOnce = Callable[[Sequence[ChainStart]], Chains | None]
 
 
 def places_of(granted: Mapping[int, Budget]) -> OfNextGuess:

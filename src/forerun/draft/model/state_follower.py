@@ -24,8 +24,8 @@ from forerun.device import Download
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
 from forerun.draft.model.fed_follower import FedFollower
-from forerun.models.chains import IdMap, JudgedChains, Start, UnreadTexts, joined
-from forerun.models.decoder import States
+from forerun.models.chains import ChainStart, IdMap, UnreadTexts, VerifiedChains, joined
+from forerun.models.decoder import Outputs
 from forerun.models.runner import DeviceTokens, Read, Runner
 
 
@@ -82,7 +82,7 @@ class StateFollower(FedFollower, ABC):
         """No tokens, if the model's output at the text's last token is known or will be when it is read."""
         return () if seq_id in self.outputs or seq_id in self.states.waiting else None
 
-    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
+    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
         """One pass; the outputs at the text's last token and at draft tokens are kept, for their children."""
         states = self.runner.read(reads, drawn=drawn, inputs=self.inputs(reads, features))
         for read, outputs in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
@@ -102,7 +102,7 @@ class StateFollower(FedFollower, ABC):
         self.pass_s += time.perf_counter() - started_s
         return RootPass([], rows, self.ids.target_logits(logits))
 
-    def begin_next(self, judged: JudgedChains) -> Download | None:
+    def begin_next(self, judged: VerifiedChains) -> Download | None:
         """Let a device generate the next chains after the tokens that it has accepted; returns the verdict's copy.
 
         None, with nothing started, if these are not the chains of the last draft.
@@ -110,11 +110,11 @@ class StateFollower(FedFollower, ABC):
         starts = self.drawn
         if not starts or [start.seq_id for start in starts] != [judged.draws.seq_ids[start.row] for start in starts]:
             return None
-        if any(s.depth != judged.num_guesses[s.row] or s.seq_id not in self.runner.cache for s in starts):
+        if any(s.depth != judged.num_drafted[s.row] or s.seq_id not in self.runner.cache for s in starts):
             return None
-        firsts = [*itertools.accumulate((1 + count for count in judged.num_guesses), initial=0)]
+        firsts = [*itertools.accumulate((1 + count for count in judged.num_drafted), initial=0)]
         features = [judged.features[firsts[start.row] : firsts[start.row + 1]] for start in starts]
-        features = [judged.features] if len(starts) == len(judged.num_guesses) else features
+        features = [judged.features] if len(starts) == len(judged.num_drafted) else features
         reads = [Read(start.seq_id, [0] * (start.depth + 1)) for start in starts]
         return self.runner.begin_chains(judged, starts, self.ids, self.texts_of(reads, features))
 
@@ -124,7 +124,7 @@ class StateFollower(FedFollower, ABC):
     def texts_of(self, reads: Sequence[Read], features: Sequence[Float[Tensor, "_ taps hidden"]]) -> UnreadTexts:
         """Texts with the target's states."""
         runner, features = self.runner, self.before_fusing(reads, features)
-        dtype = runner.decoder.stream if runner.draws_unseen else torch.float32
+        dtype = runner.decoder.stream_dtype if runner.draws_unseen else torch.float32
         roots = torch.empty(len(reads), self.num_outputs, dtype=dtype, device=runner.device)
         return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.draft_states)
 
@@ -133,7 +133,7 @@ class StateFollower(FedFollower, ABC):
         if texts.roots is not None:
             self.outputs |= {read.seq_id: [root] for read, root in zip(reads, texts.roots, strict=True)}
 
-    def behind_roots(self, starts: Sequence[Start]) -> Float[Tensor, "starts outputs"]:
+    def behind_roots(self, starts: Sequence[ChainStart]) -> Float[Tensor, "starts outputs"]:
         return torch.stack([self.outputs[start.seq_id][-1] for start in starts])
 
     def inputs(

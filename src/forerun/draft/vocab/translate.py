@@ -138,7 +138,7 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     refuse_members(spec)
     if spec.argument is None:
         refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
-    name, drafter = context.unused(str(spec)), Blueprint.of(context.target.spec.beside(spec.argument), context.progress)
+    name, drafter = context.unused(str(spec)), Blueprint.of(context.target.spec.derive(spec.argument), context.progress)
     drafter = replace(drafter, passes=context.target.passes.of_drafter())
     translation = plan_translation(context, drafter)
     stretch = 1 if translation is None else OWN_TOKENS

@@ -95,7 +95,7 @@ class SharedTokens:
     `own_ids[id]` is the drafter's id of the target's, below 0 and different for each where there is none.
     """
 
-    same = False
+    same_ids = False
     head_ids: Int[Tensor, " head_vocab"] | None = None
 
     def __init__(self, own_ids: Int[Tensor, " vocab"], num_model_ids: int) -> None:

@@ -34,9 +34,9 @@ from forerun.heads.adapter.format import EXIT, SIGNS, adapter_config, adapter_sh
 from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.blueprint import HeadBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder, OpenFolder
-from forerun.models.chains import Chains, SameIds, Start, UnreadTexts
+from forerun.models.chains import Chains, ChainStart, SameIds, UnreadTexts
 from forerun.models.config import ModelConfig
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, Read, Runner
 from forerun.models.widen import Plan
@@ -87,7 +87,7 @@ class EarlyExitDrafter(FedFollower):
         self.noted = None
         return draft
 
-    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
+    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
         """One pass of the lower layers and, if there is one, the adapter; of the adapter alone for final text."""
         if self.adapter is not None:
             return self.adapter.read(reads, inputs=self.inputs(reads, features, drawn))
@@ -112,14 +112,14 @@ class EarlyExitDrafter(FedFollower):
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
         """The text for which the adapter has states, followed by the roots, which the lower layers read."""
-        config, stream = self.target.decoder.config, self.target.decoder.stream
+        config, stream = self.target.decoder.config, self.target.decoder.stream_dtype
         features = self.states.of([read for read in reads if read.tokens])
         features = features or [torch.empty(0, 1, config.hidden, dtype=stream, device=self.target.device)]
         texts = [[*read.tokens, *(self.late(read.seq_id) or ())] for read in reads]
         return UnreadTexts(texts, features, None, lambda states: states[:, 0], below=self.lower)
 
     def draw_at_once(
-        self, draws: Draws, starts: Sequence[Start], logits: Tensor, states: bool = False
+        self, draws: Draws, starts: Sequence[ChainStart], logits: Tensor, states: bool = False
     ) -> Chains | None:
         """The chains, drafted by one call of the lower layers; their states are noted if they can be resumed from."""
         chains = super().draw_at_once(draws, starts, logits, self.noted is not None)

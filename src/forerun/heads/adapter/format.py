@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from forerun.heads.folder import HeadFolder, HeadSigns, refuse_sizes
 from forerun.models.config import ModelConfig, config_of
-from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, promised_tensors, tensor_shapes
+from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, expected_tensors, tensor_shapes
 from forerun.models.weights import check_tensors, with_stored_names
 
 EXIT = "exit_layer"
@@ -35,10 +35,10 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
     config = with_stored_names(config, checkpoint)
     promised = (
         (name, shape)
-        for name, shape in promised_tensors(config)
+        for name, shape in expected_tensors(config)
         if name not in HOSTS and (name != FINAL_NORM or name in checkpoint)
     )
-    check_tensors(promised, checkpoint, config.layers, idle=HOSTS)
+    check_tensors(promised, checkpoint, config.layers, ignored=HOSTS)
     return config
 
 

@@ -37,7 +37,7 @@ from forerun.heads.folder import HeadFolder
 from forerun.heads.vocabulary import id_map_of
 from forerun.models.batch import TokenBatch
 from forerun.models.chains import HeadInputs, IdMap, MaskedPositions, ParallelHeads, UnreadTexts
-from forerun.models.decoder import Decoder, Hidden, States
+from forerun.models.decoder import Decoder, LayerOutputs, Outputs
 from forerun.models.layer import Linear
 from forerun.models.projections import ADDING, HEAD
 from forerun.models.rows import product, rms_norm
@@ -56,7 +56,7 @@ class BlockDecoder(Decoder):
     A pass reads either the target's states as context, or the tokens of blocks. `ids` are the token ids of its head.
     """
 
-    layers_alone: ClassVar[bool] = False
+    has_plain_forward: ClassVar[bool] = False
 
     def __init__(self, tensors: BlockTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
         c, shapes, take, quantize = tensors.config, tensors.shapes(), folder.take, folder.quantize
@@ -88,20 +88,21 @@ class BlockDecoder(Decoder):
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
         """The context: the target's tapped states concatenated, mapped to one state, and normed."""
-        return rms_norm(product(self.fc, states.flatten(1).to(self.stream)), self.hidden_norm, self.config.norm_eps)
+        fused = product(self.fc, states.flatten(1).to(self.stream_dtype))
+        return rms_norm(fused, self.hidden_norm, self.config.norm_eps)
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total hidden"] | None = None, **more: Any
-    ) -> Hidden:
+    ) -> LayerOutputs:
         """Write the context `inputs` to the cache; without `inputs`, read blocks, whose masked positions are MASKED."""
         assert not any(more.values()), "a block decoder has no taps and runs all layers"
         if inputs is not None:
             self.executor.write_kv(inputs, batch, cache)
-            return Hidden(inputs, None)
+            return LayerOutputs(inputs, None)
         masked = (batch.tokens == MASKED)[:, None]
-        embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)]).to(self.stream)
+        embedded = torch.where(masked, self.mask, self.embedding[batch.tokens.clamp(min=0)]).to(self.stream_dtype)
         seen = batch if self.block.causal else batch.bidirectional()
-        return Hidden(self.executor.run(range(len(self.layers)), embedded, seen, cache), None)
+        return LayerOutputs(self.executor.run(range(len(self.layers)), embedded, seen, cache), None)
 
     def states(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """The inputs of the heads: the normed output of the last layer."""
@@ -167,7 +168,7 @@ class BlockDrafter(FedFollower):
         self.decoder, self.taps = layers, layers.block.taps
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # output states at the predicting positions
 
-    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> States:
+    def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
         """Read final text as context (`features`), or blocks, whose output states are kept for the heads."""
         if features is not None:
             return self.runner.read(reads, inputs=self.decoder.fuse(features))

@@ -39,7 +39,7 @@ from forerun.heads.layouts import SPECULATORS
 from forerun.heads.state_decoder import StateDecoder
 from forerun.models.batch import TokenBatch
 from forerun.models.chains import HeadInputs, IdMap, MaskedPositions, ParallelHeads
-from forerun.models.decoder import Decoder, Hidden
+from forerun.models.decoder import Decoder, LayerOutputs
 from forerun.models.layer import StateEntry
 from forerun.models.projections import HEAD
 from forerun.models.rows import product
@@ -92,12 +92,12 @@ class EagleDecoder(StateDecoder):
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total hidden"] | None = None, **more: Any
-    ) -> Hidden:
+    ) -> LayerOutputs:
         """Run the layers on the batch's embeddings and on `inputs`, the states."""
         assert inputs is not None, "EAGLE layers read states"
         assert not any(more.values()), "an EAGLE decoder has no taps and runs all layers"
         layers, embedded = range(len(self.layers)), self.embedding[batch.tokens]
-        return Hidden(self.read_beside(self.entry, layers, embedded, inputs, batch, cache), None)
+        return LayerOutputs(self.read_beside(self.entry, layers, embedded, inputs, batch, cache), None)
 
     def head_inputs(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """The layer's outputs as the head reads them: normed, if there is a norm before the head."""

@@ -29,10 +29,10 @@ from forerun.heads.folder import HeadFolder
 from forerun.heads.medusa import format as names
 from forerun.heads.medusa.format import MedusaConfig
 from forerun.heads.medusa.student import make_medusa
-from forerun.models.chains import Chains, HeadInputs, ParallelHeads, SameIds, Start
+from forerun.models.chains import Chains, ChainStart, HeadInputs, ParallelHeads, SameIds
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
-from forerun.models.loading import HELD_BYTES
+from forerun.models.loading import QUANTIZED_BYTES
 from forerun.models.rows import pad_rows, padded_rows
 from forerun.models.runner import Runner
 from forerun.models.widen import Plan
@@ -56,7 +56,7 @@ class MedusaHeads:
         heads, blocks = range(config.num_heads), range(config.num_blocks)
         self.config = config
         self.embedding = target.embedding
-        self.dtype = target.stream
+        self.dtype = target.stream_dtype
         self.entries = [layer(names.ENTRY.format(head)) if config.hydra else None for head in heads]
         self.blocks = [[layer(names.BLOCK.format(head, block)) for block in blocks] for head in heads]
         self.outputs = [
@@ -120,7 +120,7 @@ class MedusaDrafter:
             assert head_inputs.first is not None, "states are given"
             return self.heads.logits(path.shape[1] - 1, head_inputs.first, path)
 
-        def draw(starts: Sequence[Start]) -> Chains | None:
+        def draw(starts: Sequence[ChainStart]) -> Chains | None:
             heads = ParallelHeads(head_logits, [self.states[start.seq_id] for start in starts])
             return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
 
@@ -153,7 +153,7 @@ class MedusaBlueprint(FolderBlueprint):
     def memory(self) -> ModelMemory:
         """The memory of the loaded heads: weights, and no cache."""
         target, size = self.folder.target, sum(map(math.prod, self.tensors.shapes().values()))
-        each, _ = HELD_BYTES.get(self.folder.quantize, (target.dtype.itemsize, 0))
+        each, _ = QUANTIZED_BYTES.get(self.folder.quantize, (target.dtype.itemsize, 0))
         return ModelMemory(int(size * each), 0, 0, target.config.max_positions)
 
     def build(self, num_tokens: int, target: Runner) -> MedusaDrafter:

@@ -31,7 +31,7 @@ from forerun.heads.sizes import StudentSizes, check_most
 from forerun.heads.student import Predictions, Student, TableStudent, TextBatch
 from forerun.heads.trained_layer import LayerStack
 from forerun.models.loading import Blueprint
-from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, promised_tensors
+from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, expected_tensors
 from forerun.models.widen import companions, copy_files
 from forerun.store import names_in, whole_folder, writable
 
@@ -153,7 +153,7 @@ class JointMedusaStudent(MedusaStudent):
 def target_weights(target: Blueprint) -> dict[str, Tensor]:
     """All of the target's weights, loaded in float32."""
     checkpoint = target.checkpoint(torch.float32)
-    return {name: checkpoint.take(name, shape) for name, shape in promised_tensors(target.config)}
+    return {name: checkpoint.take(name, shape) for name, shape in expected_tensors(target.config)}
 
 
 def merged(fixed: Mapping[str, Tensor], adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:

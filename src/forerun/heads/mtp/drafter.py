@@ -43,7 +43,7 @@ from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.state_decoder import StateDecoder
 from forerun.models.batch import TokenBatch
 from forerun.models.chains import IdMap, joined
-from forerun.models.decoder import Decoder, Hidden
+from forerun.models.decoder import Decoder, LayerOutputs
 from forerun.models.layer import Linear, StateEntry
 from forerun.models.loading import Blueprint
 from forerun.models.projections import FINAL_NORM_BIAS
@@ -98,7 +98,7 @@ class MtpDecoder(StateDecoder):
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total states"] | None = None, **more: Any
-    ) -> Hidden:
+    ) -> LayerOutputs:
         """Run the last modules on the batch, as many as `inputs` has states for."""
         assert inputs is not None, "MTP modules read states"
         assert not any(more.values()), "an MTP decoder has no taps, and its inputs say which modules run"
@@ -108,8 +108,8 @@ class MtpDecoder(StateDecoder):
             x = states[:, module - first]
             if outputs:
                 x = torch.where(x.isnan(), functional.pad(outputs[-1], (0, 0, 1, 0))[:-1], x)
-            outputs.append(self.read_known(module, x.to(self.stream), batch, cache))
-        return Hidden(torch.cat(outputs, dim=1), None)
+            outputs.append(self.read_known(module, x.to(self.stream_dtype), batch, cache))
+        return LayerOutputs(torch.cat(outputs, dim=1), None)
 
     def read_known(
         self, module: int, states: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache

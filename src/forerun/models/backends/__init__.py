@@ -1,1 +1,1 @@
-"""Backends, which compute layers, with one protocol: compiled kernels and torch's operators on CPUs, and GPUs."""
+"""Backends, which compute layers behind one protocol: compiled kernels or torch's operators on CPUs, and GPUs."""

@@ -1,9 +1,9 @@
 """Tests whether a kernel is batch-invariant: a row has the same bits alone and among any number of rows.
 
-Libraries choose the order of summation by shape and processor, so every shape is tested on the machine at hand.
-Ordinary inputs hardly show a difference: two orders differ in the last bit of a float32, which rounding to bfloat16
-hides in all but a few of 10,000 results. So the inputs are made to cancel: the exact result is zero, the computed one
-is the rounding error, and two orders differ nearly everywhere.
+Libraries choose the order of summation by shape and processor, so every shape is tested on the machine at hand. With
+ordinary inputs two orders differ in the last bit of a float32, and rounding to bfloat16 hides that in all but a few of
+10,000 results. So the inputs here cancel: the exact result is zero, the computed result is the rounding error, and two
+orders differ nearly everywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def agreed_rows(kernel: Callable[[RowBatch], RowBatch], x: RowBatch, counts: Seq
 def cancelling_product(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "outputs inputs"]]:
-    """x and weight whose product is exactly zero: each term has its negative far away."""
+    """x and weight whose exact product is zero: each term of a sum also occurs negated, at a random place."""
     dice = torch.Generator().manual_seed(inputs)
     order = torch.randperm(inputs, generator=dice)
     x, weight = (torch.randn(n, inputs // 2, generator=dice) for n in (rows, outputs))
@@ -42,7 +42,7 @@ def cancelling_product(
 def cancelling_scores(
     rows: int, heads: int, kv_heads: int, head_dim: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values whose exact scores are zero; rounding errors are scaled up to about 1."""
+    """Queries, keys and values whose exact scores are zero; their rounding errors are about 1."""
     dice = torch.Generator().manual_seed(head_dim)
     order = torch.randperm(head_dim, generator=dice)
     q = 1e3 * torch.randn(rows, heads, head_dim // 2, generator=dice)
@@ -54,7 +54,7 @@ def cancelling_scores(
 def cancelling_values(
     rows: int, heads: int, kv_heads: int, head_dim: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values such that every value has the same weight as its negative elsewhere."""
+    """Queries, keys and values whose exact outputs are zero: every value also occurs negated, with the same weight."""
     dice = torch.Generator().manual_seed(head_dim)
     order = torch.randperm(num_keys, generator=dice)
     q = 0.1 * torch.randn(rows, heads, head_dim, generator=dice)

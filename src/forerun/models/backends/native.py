@@ -1,7 +1,7 @@
-"""The Python interface to the compiled kernels of models: linear layers, and a decoder's layers in one call.
+"""NativeBackend: linear layers, and all layers of a decoder in one call, by the compiled kernels of `kernels/`.
 
 This file passes tensors as pointers and keeps their memory alive. Results equal those of torch's operators up to
-rounding: the residual stream is float32, and the bits of a row do not depend on other rows, by construction.
+rounding; the residual stream is float32. By construction, the bits of a row do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -40,24 +40,22 @@ from forerun.models.backends.structures import (
 )
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.backends.torch_cpu.quantized import quantize_groups, quantize_rows
-from forerun.models.batch import EACH_ALONE, TokenBatch
+from forerun.models.batch import SINGLE_QUERIES, TokenBatch
 from forerun.models.layer import Bias, GatedMlp, Layer, Linear, Router, StateEntry, WeightMatrix
 from forerun.models.rows import padded, padded_gains, padded_to_width
 from forerun.sampling.draws import Draws
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float16: 4}
-INT4 = 3  # passed as int8, and packed by the library
+INT4 = 3  # numbers are passed as int8, and the library packs them
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of unquantized weights
 MAX_HEAD_DIM = 512
-TABLES = ("path_of", "last_key", "first_slots", "num_plain", "source_ends", "sources")  # of a pass, see decoder.hpp
+TABLES = ("path_of", "last_key", "first_slots", "num_plain", "source_ends", "sources")  # fields of Pass in decoder.hpp
 FIRST_SLOTS = TABLES.index("first_slots")
 
 
 class NativeBackend:
-    """The backend of the compiled kernels.
-
-    `file` is the name of the library's file, which identifies its sources, compiler and processor.
-    """
+    """The backend of the compiled kernels; `file` is the library's file name, which identifies sources, compiler and
+    processor."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
@@ -82,14 +80,14 @@ class NativeBackend:
 
     @property
     def arithmetic(self) -> str:
-        """The instruction set of torch's row-wise functions, which filters and penalties use; the kernels themselves
-        give the same bits for any number of threads and any compiler."""
+        """The instruction set of torch's elementwise functions, which sampling uses; the kernels give the same bits for
+        any number of threads and any compiler."""
         return f"{torch.backends.cpu.get_cpu_capability()} "
 
     def linear(
         self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None
     ) -> NativeLinear:
-        """A packed layer, of 8 or 4 bits with `quantize`, else in the weight's dtype, one of WEIGHTS."""
+        """A packed layer, in int8 or int4 with `quantize`, else in the weight's dtype, which must be in WEIGHTS."""
         shape, scales = weight.shape, None
         if quantize is not None:
             weight, scales = (quantize_groups if quantize == "int4" else quantize_rows)(weight)
@@ -98,17 +96,17 @@ class NativeBackend:
         return NativeLinear(self.lib, shape, self.lib.forerun_linear(number, *shape, *addresses(weight, scales, bias)))
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> NativeLinear:
-        """A packed layer of weights in groups; scales are stored in float16 if that is exact."""
+        """A packed layer of group-quantized weights; scales are stored in float16 if that is exact."""
         values = [weight.scales, *(() if weight.least is None else (weight.least,))]
         wide = any(not torch.equal(value.half().float(), value) for value in values)
         groups = CGroups(bits=weight.bits, size=weight.size, has_least=weight.least is not None, wide=wide)
         tensors = (weight.numbers, weight.scales, weight.least, None if bias is None else bias.float())
-        kept = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
         shape = weight.numbers.shape
-        return NativeLinear(self.lib, shape, self.lib.forerun_grouped(groups, *shape, *addresses(*kept)))
+        return NativeLinear(self.lib, shape, self.lib.forerun_grouped(groups, *shape, *addresses(*contiguous)))
 
     def stacked(self, experts: Sequence[GatedMlp], dtype: torch.dtype) -> None:
-        """None: experts are computed one by one."""
+        """None, since the kernels compute experts one by one."""
 
     def capped(self, head: Linear, limit: float) -> Linear:
         """This layer, whose outputs are soft-capped from now on."""
@@ -120,47 +118,46 @@ class NativeBackend:
 
 
 class NativeLinear:
-    """A linear layer packed by the library, for any number of rows; the bits of a row depend on that row alone."""
+    """A linear layer packed by the library; the bits of a row depend on that row alone."""
 
     def __init__(self, lib: ctypes.CDLL, shape: torch.Size, pointer: int | None) -> None:
         self.outputs, self.inputs = shape
         if not pointer:
-            raise MemoryError(f"no memory for a layer of {self.outputs} x {self.inputs} weights")
+            raise MemoryError(f"not enough memory for a layer of {self.outputs} x {self.inputs} weights")
         self.lib, self.pointer, self.width = lib, pointer, padded(self.outputs)
         weakref.finalize(self, lib.forerun_free_linear, pointer)
 
     def __call__(
         self, x: Float[Tensor, "rows inputs"], norm: Float[Tensor, " padded"] | None = None, eps: float = 0.0
     ) -> Float[Tensor, "rows outputs"]:
-        """`x @ weight.T + bias` in float32; with padded `norm` gains, of the RMS norm of `x`."""
+        """`x @ weight.T + bias`, computed in float32; of the RMS norm of `x` if its padded gains, `norm`, are given."""
         rows, count = x.float().contiguous(), x.shape[0]
         out = torch.empty(count, self.width)
         gains = None if norm is None else norm.data_ptr()
-        places = rows.data_ptr(), count, gains, eps, out.data_ptr()
-        self.lib.forerun_multiply(self.pointer, *places, num_threads(count))
-        whole = out if self.width == self.outputs else out[:, : self.outputs]
-        return whole if x.dtype == out.dtype else whole.to(x.dtype)
+        self.lib.forerun_multiply(self.pointer, rows.data_ptr(), count, gains, eps, out.data_ptr(), num_threads(count))
+        outputs = out if self.width == self.outputs else out[:, : self.outputs]
+        return outputs if x.dtype == out.dtype else outputs.to(x.dtype)
 
 
 class NativeExecutor:
-    """Runs a decoder's layers in one call of the library, one pass at a time. The residual stream is float32."""
+    """Runs a decoder's layers in one call of the library."""
 
     def __init__(self, kernels: NativeBackend, parts: DecoderParts) -> None:
         config, layers, norm, entry = parts.config, parts.layers, parts.norm, parts.entry
         if config.head_dim > MAX_HEAD_DIM:
             message = f"kernels: heads of {config.head_dim} are wider than {MAX_HEAD_DIM}: use kernels='torch'"
             raise UnsupportedModel(message)
-        self.stream, self.query_rule, self.num_experts_read = torch.float32, EACH_ALONE, 0
+        self.stream_dtype, self.query_rule, self.num_experts_read = torch.float32, SINGLE_QUERIES, 0
         self.parts = parts
         self.lib = kernels.lib
         self.norm = None if norm is None else padded_gains(norm)
         self.head, self.norm_eps = native(parts.head), config.norm_eps
-        self.num_layers = len(layers)  # of a chain's passes
-        self.kept: list[object] = [parts]  # owns the memory that the library points to
-        self.entry = None if entry is None else self.compiled(entry)
+        self.num_layers = len(layers)  # `lower` has fewer
+        self.memory: list[object] = [parts]  # owns the memory that the library points to
+        self.entry = None if entry is None else self.state_entry(entry)
         local = config if parts.ranks is None else parts.ranks.shard.of(config)
-        alone: tuple[Any, int | None] = CGather(), None
-        self.gather, ranks = alone if parts.ranks is None else parts.ranks.connect(kernels.lib, config)
+        no_ranks: tuple[Any, int | None] = CGather(), None
+        self.gather, ranks = no_ranks if parts.ranks is None else parts.ranks.connect(kernels.lib, config)
         shape = CShape(
             hidden=config.hidden,
             heads=local.heads,
@@ -197,7 +194,7 @@ class NativeExecutor:
             parallel=mlp.parallel,
         )
 
-    def compiled(self, entry: StateEntry) -> CEntry:
+    def state_entry(self, entry: StateEntry) -> CEntry:
         norms = {name: getattr(entry, name) for name in ("token_norm", "state_norm", "output_norm")}
         return CEntry(
             map=None if entry.map is None else native(entry.map).pointer,
@@ -218,23 +215,23 @@ class NativeExecutor:
             alpha=clamp.alpha if clamp else 0.0,
             limit=clamp.limit if clamp else 0.0,
         )
-        self.kept.append(pointers)
+        self.memory.append(pointers)
         return pointers
 
     def gains(self, norm: Float[Tensor, " width"] | None) -> int | None:
-        """The address of a norm's padded gains; None without a norm."""
+        """The address of the padded gains of a norm; None without a norm."""
         return None if norm is None else self.keep(padded_gains(norm))
 
     def keep(self, tensor: Tensor) -> int:
-        """Keep a tensor alive with this object; returns its address."""
-        self.kept.append(tensor)
+        """Keep a tensor alive as long as this object; returns its address."""
+        self.memory.append(tensor)
         return tensor.data_ptr()
 
     def lower(self, num_layers: int) -> NativeExecutor:
-        """As in Executor; chains are drafted with the first layers."""
+        """As in Executor; its chains are drafted with these layers."""
         part = copy(self)
         part.num_layers = num_layers
-        part.kept = [self]  # owns the memory of both
+        part.memory = [self]  # which owns the memory of both
         return part
 
     def run(
@@ -252,8 +249,8 @@ class NativeExecutor:
         cache: PagedCache,
         read: AttentionInputs | None = None,
     ) -> Stream:
-        """The residual stream after these layers; `places` are positions and slots, `tables` those of `pass_tables`."""
-        assert x.dtype == self.stream, f"{x.dtype} is not the stream's dtype"
+        """As `run`; `places` are the tokens' positions and slots, and `tables` the result of `pass_tables`."""
+        assert x.dtype == self.stream_dtype, f"the residual stream has {x.dtype} instead of {self.stream_dtype}"
         x, num_tokens = x.clone(memory_format=torch.contiguous_format), x.shape[0]
         read, num_experts = None if read is None else padded_to_width(read), c_int64(0)
         sizes = {"num_tokens": num_tokens, "num_paths": len(tables[FIRST_SLOTS])}
@@ -267,13 +264,13 @@ class NativeExecutor:
         return x
 
     def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
-        """As in Executor: a pass without attention paths."""
+        """As in Executor, by a pass without attention paths."""
         read, places = padded_to_width(read), {"positions": batch.positions.data_ptr(), "slots": batch.slots.data_ptr()}
         sizes = {"num_tokens": len(read), "end_layer": self.num_layers}
         self.lib.forerun_forward(self.pointer, self.frame(cache, read=read.data_ptr(), **places, **sizes))
 
     def frame(self, cache: PagedCache, **fields: int | None) -> CPass:
-        """The CPass of a pass over this cache, with these further fields."""
+        """The CPass of a pass over this cache, with these other fields."""
         return CPass(
             num_threads=num_threads(fields.get("num_tokens") or 1),
             keys=cache.keys.data_ptr(),
@@ -285,7 +282,7 @@ class NativeExecutor:
         )
 
     def chain_drawer(self, draws: Draws, reads_states: bool) -> ChainDrawer | None:
-        """As in Executor: for coupled sampling, if kernels can compute every row's law."""
+        """As in Executor; for coupled sampling only, if the kernels can compute the law of every row."""
         if draws.rejection or reads_states != (self.entry is not None):
             return None
         laws = draws.row_laws
@@ -294,22 +291,21 @@ class NativeExecutor:
     def draw_chains(
         self, laws: RowLaws, begin: ChainStarts, cache: PagedCache, states: Float[Tensor, "starts depth hidden"] | None
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Draft a chain for each start, alternating sampling and reading; returns the tokens and, if any start has a
-        `min_survival`, their survival."""
+        """A ChainDrawer's function, with the laws of all rows of the round."""
         laws, embedding, head_ids = laws.some([s.row for s in begin.starts]), self.parts.embedding, begin.head_ids
-        depths, least = [s.depth for s in begin.starts], array("f", [s.min_survival for s in begin.starts])
-        least = least if any(least) else least[:0]
+        depths, min_survival = [s.depth for s in begin.starts], array("f", [s.min_survival for s in begin.starts])
+        has_survival = any(min_survival)
         before, logits = (None if each is None else each.float().contiguous() for each in (begin.states, begin.logits))
-        deepest, texts, read = max(depths), begin.texts, {}
+        deepest, texts, text_fields = max(depths), begin.texts, {}
         if texts is not None:
-            counts, unread = array("q", map(len, texts.tokens)), array("q", itertools.chain(*texts.tokens))
-            assert texts.roots is not None, "layers that read states draft after texts"
-            beside = texts.states.float().contiguous()
-            read = {"text_counts": address(counts), "text_tokens": address(unread)}
-            read |= {"text_states": beside.data_ptr(), "roots": texts.roots.data_ptr()}
+            counts, text_tokens = array("q", map(len, texts.tokens)), array("q", itertools.chain(*texts.tokens))
+            assert texts.roots is not None, "the texts' outputs are needed"
+            text_states = texts.states.float().contiguous()
+            text_fields = {"text_counts": address(counts), "text_tokens": address(text_tokens)}
+            text_fields |= {"text_states": text_states.data_ptr(), "roots": texts.roots.data_ptr()}
         tables = [array("q", numbers) for numbers in (depths, begin.slots, begin.positions)]
         tokens = array("q", bytes(8 * deepest * len(depths)))
-        survival = array("f", bytes(4 * len(tokens) if least else 0))
+        survival = array("f", bytes(4 * len(tokens) if has_survival else 0))
         chains = CChains(
             num_rows=len(depths),
             depth=deepest,
@@ -329,25 +325,24 @@ class NativeExecutor:
             before=None if before is None else before.data_ptr(),
             norm_eps=self.norm_eps,
             slack=laws.slack,
-            min_survival=address(least) if least else None,
+            min_survival=address(min_survival) if has_survival else None,
             tokens=address(tokens),
-            survival=address(survival) if least else None,
+            survival=address(survival) if has_survival else None,
             states=None if states is None else states.data_ptr(),
-            **read,
+            **text_fields,
         )
         self.lib.forerun_chains(self.pointer, chains, self.frame(cache))
         rows = [tokens[i * deepest : (i + 1) * deepest].tolist() for i in range(len(depths))]
-        guesses = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in rows]
-        if not least:
-            return guesses, None
-        return guesses, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(guesses)]
+        drafted = [list(itertools.takewhile(lambda token: token >= 0, row)) for row in rows]
+        if not has_survival:
+            return drafted, None
+        return drafted, [survival[i * deepest : i * deepest + len(row)].tolist() for i, row in enumerate(drafted)]
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
-        """Rows after a norm, with the bits of `chain_drawer`."""
         rows, gains = padded_to_width(x), padded_gains(gain)
         normed = torch.empty_like(rows)
-        places = rows.data_ptr(), gains.data_ptr(), self.norm_eps, len(x), x.shape[1], normed.data_ptr()
-        self.lib.forerun_norm(*places)
+        sizes = len(x), x.shape[1]
+        self.lib.forerun_norm(rows.data_ptr(), gains.data_ptr(), self.norm_eps, *sizes, normed.data_ptr())
         return normed[:, : x.shape[1]]
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
@@ -355,7 +350,7 @@ class NativeExecutor:
 
 
 def pass_tables(batch: TokenBatch, num_slots: int) -> list[array[int]]:
-    """The paths of a batch as TABLES, over a cache of `num_slots`: by token, by path, and packed sources."""
+    """The attention paths of a batch as the TABLES of a pass, over a cache of `num_slots` slots."""
     path_of, last_key = (array("q", [0]) * len(batch.tokens) for _ in range(2))
     for number, path in enumerate(batch.paths):
         for query, position in zip(path.queries, path.positions, strict=True):
@@ -363,7 +358,7 @@ def pass_tables(batch: TokenBatch, num_slots: int) -> list[array[int]]:
         last, copied = path.first_slot + path.positions[-1], path.copy
         outside = copied is None or last < copied.first
         end = num_slots if outside or copied is None else copied.first + len(copied.source)
-        assert last < end, f"{path} ends before its last query's key"
+        assert last < end, f"{path} has no slot for its last query's key"
     copies = [path.copy for path in batch.paths]
     return [
         path_of,
@@ -384,6 +379,6 @@ def gated(mlp: GatedMlp) -> CGated:
 
 
 def native(linear: Linear) -> NativeLinear:
-    """The linear layer, which must be one of this library."""
-    assert isinstance(linear, NativeLinear), f"all layers of a native decoder are NativeLinear; {linear} is not"
+    """The linear layer, which must have been made by this backend."""
+    assert isinstance(linear, NativeLinear), f"{linear} was not made by NativeBackend"
     return linear

@@ -1,7 +1,7 @@
-"""Finds the compiled kernels and checks them on this machine before a model uses them.
+"""Finds the compiled kernels, and checks them on this machine before a model uses them.
 
-In every format a library must give the results of the definition, up to rounding, and the bits of a row must not depend
-on other rows.
+In every format the kernels must give the results of the definition, up to rounding, and the bits of a row must not
+depend on other rows.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from forerun.models.backends.torch_cpu.quantized import Quantized4Linear
 def find_kernels(
     choice: KernelChoice, dtype: torch.dtype, progress: ProgressCallback | None = None
 ) -> NativeBackend | None:
-    """The kernels, compiled if necessary; None for torch's operators: if asked for or, with a warning, without kernels.
-
-    Raises UnsupportedModel if kernels are required but not available.
-    """
+    """The kernels for weights of `dtype`, compiled if necessary; None if `choice` is "torch" or, with a warning, if it
+    is "auto" and there are no kernels. Raises UnsupportedModel if it is "native" and there are none."""
     if choice == "torch":
         return None
     try:
         if dtype not in WEIGHTS:
-            raise NoKernels(f"they know float32, bfloat16 and float16, not {dtype}: set dtype to one of these")
+            raise NoKernels(f"they support float32, bfloat16 and float16, not {dtype}: set dtype to one of these")
         return checked(library(progress))
     except NoKernels as error:
         if choice == "native":
@@ -72,6 +70,6 @@ def checked(lib: ctypes.CDLL) -> NativeBackend:
 
 
 def wrong_results(kernels: NativeBackend) -> NoKernels:
-    """The error for a library that does not compute what it should."""
-    wrong = f"compiled for {kernels.instructions}, they compute wrong results on this machine"
-    return NoKernels(f"{wrong}: name another compiler in CXX, and please report this")
+    """The error for a library that fails a check."""
+    problem = f"compiled for {kernels.instructions}, they compute wrong results on this machine"
+    return NoKernels(f"{problem}: name another compiler in CXX, and please report this")

@@ -1,4 +1,4 @@
-"""The ctypes structures of the compiled kernels of models, with the same fields as in the C++ sources."""
+"""The ctypes structures of the compiled kernels for models; their fields must equal those in the C++ sources."""
 
 from __future__ import annotations
 

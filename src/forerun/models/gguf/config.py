@@ -1,6 +1,6 @@
-"""The configuration of a GGUF file, converted to config.json and generation_config.json.
+"""Converts the metadata of a GGUF file to config.json and generation_config.json.
 
-One table maps the architectures of llama.cpp to those of Hugging Face. Keys are those of ggml-org/ggml's docs/gguf.md.
+The metadata keys are those of ggml-org/ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from forerun.errors import UnsupportedModel
 from forerun.models.families import FAMILIES
 from forerun.models.gguf.file import GgufFile
-from forerun.models.gguf.tensors import IDS, ROPE_DIVISORS, read_place
+from forerun.models.gguf.tensors import IDS, ROPE_DIVISORS, read_location
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -29,9 +29,9 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }
-EAGLE = "eagle3"  # an architecture that is a drafter
-WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # GGUF has one name for both
-SIZES = {  # keys of the metadata, after the architecture's name, and of config.json
+EAGLE = "eagle3"  # the architecture of a drafter
+WITH_EXPERTS = {"LlamaForCausalLM": "MixtralForCausalLM"}  # GGUF calls both llama
+SIZES = {  # metadata keys, without the architecture's name, mapped to those of config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
@@ -54,8 +54,8 @@ YARN = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
 }
-GROWTH = "attention.temperature_scale"  # growth of queries with the position
-LARGEST_GEMMA = (("gemma2", 46), ("gemma3", 62))  # by layers: the models with another scale of queries
+GROWTH = "attention.temperature_scale"  # how queries grow with the position
+LARGEST_GEMMA = (("gemma2", 46), ("gemma3", 62))  # architecture and layers of models with another query scale
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # formats that are not quantized
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # general.sampling.*
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -71,7 +71,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise file.fields.refuse("general.architecture", supported)
     fields, config = file.model_fields, shape_json(file)
     modules = fields.whole("nextn_predict_layers", 0, least=0, most=config["num_hidden_layers"] - 1)
-    if modules:  # MTP modules count as blocks
+    if modules:  # block_count includes the MTP modules
         config |= {"num_hidden_layers": config["num_hidden_layers"] - modules, "num_nextn_predict_layers": modules}
     experts = fields.whole("expert_count", 0, least=0)
     if experts:
@@ -79,7 +79,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         config |= {"num_experts": experts, "num_local_experts": experts, "norm_topk_prob": normed}
         name = WITH_EXPERTS.get(name, name)
     if file.architecture == "mistral3" and fields.optional(GROWTH) is None:
-        name = "LlamaForCausalLM"  # Mistral's models without windows
+        name = "LlamaForCausalLM"  # an older Mistral model, without windows
     config["architectures"] = [name]
     config["intermediate_size"] = fields.whole("feed_forward_length", config.get("moe_intermediate_size"))
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
@@ -88,7 +88,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     config["dtype"] = PLAIN.get(file.tensors["blk.0.attn_output.weight"].format, "bfloat16")
     config["query_pre_attn_scalar"] = query_scalar(file, config)
-    if FAMILIES[name].rotary is not None:
+    if FAMILIES[name].rotary_share is not None:
         width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
         config["partial_rotary_factor"] = fields.whole("rope.dimension_count", width) / width
     scaling = rope_scaling(file, config)
@@ -106,7 +106,7 @@ def shape_json(file: GgufFile) -> dict[str, Any]:
 
 
 def eagle_json(file: GgufFile) -> dict[str, Any]:
-    """The contents of config.json of an EAGLE-3 drafter, in its authors' form."""
+    """The contents of config.json for an EAGLE-3 drafter, with its authors' keys."""
     fields, config = file.model_fields, shape_json(file)
     tokens = file.metadata.get("tokenizer.ggml.tokens") or ()
     taps = fields.values.get("target_layers", fields.values.get("extract_layers"))
@@ -125,14 +125,14 @@ def eagle_json(file: GgufFile) -> dict[str, Any]:
 
 
 def query_scalar(file: GgufFile, config: Mapping[str, Any]) -> int:
-    """The number whose root divides queries: the head width, except in Gemma 2 and 3 27B."""
+    """The number by whose root queries are divided: head_dim, except in Gemma 2 and 3 with 27 B parameters."""
     width = int(config["hidden_size"] // config["num_attention_heads"])
     wide = (file.architecture, config["num_hidden_layers"]) in LARGEST_GEMMA
     return width if wide else int(config.get("head_dim", width))
 
 
 def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rotary scaling as in config.json; None without scaling."""
+    """The value of rope_scaling in config.json; None without scaling."""
     fields = file.model_fields
     kind = fields.text("rope.scaling.type")
     if ROPE_DIVISORS in file.tensors:
@@ -150,9 +150,9 @@ def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of Llama 3's scaling, from the file's divisors, one for each frequency. Raises UnsupportedModel
-    for divisors of another scaling."""
-    divisors = read_place(file.tensors[ROPE_DIVISORS]).double()
+    """The parameters of Llama 3's scaling, from the file's divisors of frequencies. Raises UnsupportedModel if the
+    divisors are those of another scaling."""
+    divisors = read_location(file.tensors[ROPE_DIVISORS]).double()
     factor = float(divisors.max())
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     theta, original = float(config.get("rope_theta", 10_000.0)), LLAMA3["original_max_position_embeddings"]
@@ -164,14 +164,14 @@ def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
         expected = 1 / ((1 - smooth) / factor + smooth)
         if not np.isclose(divisor, expected, rtol=1e-3):
             raise UnsupportedModel(
-                f"{file.path}: rope_freqs.weight divides frequency {i} by {divisor:.4g}, and Llama 3's scaling by "
-                f"{factor:g} would by {expected:.4g}: use the model in safetensors"
+                f"{file.path}: rope_freqs.weight divides frequency {i} by {divisor:.4g}, but Llama 3's scaling with "
+                f"factor {factor:g} divides by {expected:.4g}: use the model in safetensors"
             )
     return scaling
 
 
 def generation_json(file: GgufFile) -> dict[str, Any]:
-    """The contents of generation_config.json: all ids that end an answer, and sampling defaults."""
+    """The contents of generation_config.json: the ids that end an answer, and sampling defaults."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     values: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     for key, json in SAMPLING.items():

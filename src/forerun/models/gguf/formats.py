@@ -1,7 +1,7 @@
-"""The number formats of GGUF: one row each, with the layout of its blocks and the form of its weights in groups.
+"""The number formats of GGUF: how the blocks of each are unpacked, and which groups its weights form.
 
-Layouts are those of ggml's block structures (ggml-org/ggml, src/ggml-common.h). Tests compare the values with those of
-the package `gguf`, which dequantizes to float32.
+Layouts are those of ggml's block structures (ggml-org/ggml, src/ggml-common.h). Tests compare dequantized values with
+those of the package `gguf`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def half(blocks: Bytes, at: int) -> Floats:
 
 
 def halves(packed: Bytes) -> Bytes:
-    """The lower halves of all bytes, then the upper halves."""
+    """The lower four bits of all bytes, then the upper four bits."""
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
 def fifth_bits(packed: Bytes) -> Bytes:
-    """The fifth bits of 32 numbers, shifted to the value 16."""
+    """The fifth bits of 32 numbers: 16 where the bit is set, else 0."""
     bits: Bytes = np.unpackbits(packed, axis=1, bitorder="little") * np.uint8(16)
     return bits
 
@@ -63,8 +63,8 @@ def q5_1(b: Bytes) -> Unpacked:
 def scales_and_least(b: Bytes) -> tuple[Floats, Floats]:
     """Scales and lowest values of the eight groups of a Q4_K or Q5_K block: 6 bits each, times two shared factors.
 
-    Four bytes hold the first four scales and the upper bits of the last four, the next four bytes the same of the
-    minima, and the last four bytes the lower halves of the last four of both.
+    Four bytes hold the first four scales and the upper two bits of the other four; the next four bytes hold the same of
+    the lowest values; and the last four bytes hold the lower four bits of the other four scales and lowest values.
     """
     low, middle, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
@@ -73,7 +73,7 @@ def scales_and_least(b: Bytes) -> tuple[Floats, Floats]:
 
 
 def pairs_of_groups(packed: Bytes) -> Bytes:
-    """The numbers of four runs of 32 bytes, each with two groups of 32 numbers in its halves."""
+    """The numbers in four runs of 32 bytes, each of which holds two groups of 32 numbers in its half bytes."""
     return np.concatenate([halves(part) for part in np.split(packed, 4, axis=1)], axis=1)
 
 
@@ -103,9 +103,9 @@ def mxfp4(b: Bytes) -> Unpacked:
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A number format: its code in files, the numbers and bytes of a block and, if quantized, how a block is unpacked.
+    """A number format: its code in files, the numbers and bytes of a block, and how blocks are unpacked.
 
-    `form` is that of its weights in groups. Numbers that are not quantized have the dtype `plain`.
+    `form` is the form of its weights in groups. A format that is not quantized has only a dtype, `plain`.
     """
 
     code: int
@@ -117,7 +117,7 @@ class BlockFormat:
 
     def grouped(self, rows: Bytes) -> GroupedWeight:
         """Rows of blocks as a weight in groups."""
-        assert self.unpack is not None and self.form is not None, "numbers by themselves have no groups"  # noqa: PT018
+        assert self.unpack is not None and self.form is not None, "a format that is not quantized has no groups"  # noqa: PT018
         numbers, scales, least = self.unpack(np.ascontiguousarray(rows).reshape(-1, self.num_bytes))
 
         def tensor(values: NDArray[Any]) -> Tensor:
@@ -143,11 +143,11 @@ FORMATS = {
     "Q5_K": BlockFormat(13, 256, 176, q5_k, GroupForm(8, 32, has_least=True, wide=True)),
     "Q6_K": BlockFormat(14, 256, 210, q6_k, GroupForm(8, 16, wide=True)),
     "MXFP4": BlockFormat(39, 32, 17, mxfp4, GroupForm(8, 32, gpu_bits=4)),
-    "I32": BlockFormat(26, 1, 4, plain=torch.int32),  # of tables of ids
+    "I32": BlockFormat(26, 1, 4, plain=torch.int32),  # for tables of token ids
     "I64": BlockFormat(27, 1, 8, plain=torch.int64),
 }
-READABLE = tuple(name for name in FORMATS if not name.startswith("I"))  # of weights
-UNREADABLE = {  # by code
+READABLE = tuple(name for name in FORMATS if not name.startswith("I"))  # formats of weights
+UNREADABLE = {  # unsupported formats by code
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 28: "F64", 29: "IQ1_M"},
     **{34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},

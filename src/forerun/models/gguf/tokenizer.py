@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, converted to tokenizer.json and tokenizer_config.json.
+"""Converts the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json.
 
-There are two kinds: byte-level BPE, whose pre-tokenizer has a name (`tokenizer.ggml.pre`), and SentencePiece, whose
-merges follow from the scores. The expressions of PRE are those of the publishers' tokenizer.json.
+Two kinds are supported: byte-level BPE with a named pre-tokenizer (`tokenizer.ggml.pre`), and SentencePiece BPE, whose
+merges follow from the scores. The regular expressions in PRE are those of the publishers' tokenizer.json.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forerun.limits import shown
 from forerun.models.gguf.file import AGAIN, GgufFile
 from forerun.text.files import GGUF_FILE, damage_as_errors
 
-CONTROL, USER_DEFINED = 3, 4  # types of tokens
+CONTROL, USER_DEFINED = 3, 4  # token types
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -32,7 +32,7 @@ TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-GPT2, DIGITS = "gpt-2", "digits"  # the library's own rule; the same after splitting off single digits
+GPT2, DIGITS = "gpt-2", "digits"  # the rule built into `tokenizers`; the same after splitting off single digits
 PRE = {
     **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "phi-2", "roberta-bpe"), GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
@@ -41,9 +41,9 @@ PRE = {
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
     "tekken": TEKKEN,
 }
-# A word that is in the vocabulary is not built from merges.
+# Pre-tokenizers of vocabularies in which a complete word is one token, without merges.
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken", "gpt-4o", "llama4")
-STARTED = ("llama-bpe", "llama3", "llama-v3", "tekken")  # texts begin with bos by default
+STARTED = ("llama-bpe", "llama3", "llama-v3", "tekken")  # pre-tokenizers whose texts begin with bos by default
 NFC = ("qwen2", "deepseek-r1-qwen")
 PRE_KEY = "tokenizer.ggml.pre"
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -53,9 +53,9 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
     """The contents of tokenizer.json and tokenizer_config.json. Raises TokenizerError for an unsupported kind."""
     tokens, kind = file.metadata.get("tokenizer.ggml.tokens"), file.metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise TokenizerError(f"{file.path} has no tokenizer that can be read: name another with --tokenizer")
+        raise TokenizerError(f"{file.path} has no list of tokens: name another tokenizer with --tokenizer")
     if kind not in ("gpt2", "llama"):
-        known = "read are gpt2 and llama: name another tokenizer with --tokenizer"
+        known = "supported are gpt2 and llama: name another tokenizer with --tokenizer"
         raise TokenizerError(f"{file.path}: tokenizer.ggml.model is {shown(kind)}; {known}")
     backend = byte_level(file, tokens) if kind == "gpt2" else sentence_piece(file, tokens)
     types = file.metadata.get("tokenizer.ggml.token_type") or []
@@ -63,10 +63,10 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
     for text, token_type in zip(tokens, types, strict=False):
         if token_type in added:
             added[token_type].append(AddedToken(text, special=token_type == CONTROL, normalized=False))
-    backend.add_special_tokens(added[CONTROL])  # in one call: each builds a table of all of them
+    backend.add_special_tokens(added[CONTROL])  # in one call, since each call builds a table of all tokens
     backend.add_tokens(added[USER_DEFINED])
     starts = kind == "llama" or file.metadata.get(PRE_KEY) in STARTED
-    backend.post_processor = framing(file, tokens, starts)
+    backend.post_processor = bos_and_eos(file, tokens, starts)
     config: dict[str, Any] = {name: named_token(file, tokens, key) for name, key in NAMED.items()}
     config |= {GGUF_FILE: str(file.path), "chat_template": templates_of(file)}
     config = {name: value for name, value in config.items() if value is not None}
@@ -74,7 +74,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
 
 
 def templates_of(file: GgufFile) -> Any:
-    """The chat template, or a list of named ones, as in tokenizer_config.json."""
+    """The chat template, or a list of named templates, as in tokenizer_config.json; None without any."""
     key = "tokenizer.chat_template"
     named = {"default": file.metadata.get(key)} | {
         name.removeprefix(f"{key}."): template for name, template in file.metadata.items() if name.startswith(f"{key}.")
@@ -88,7 +88,7 @@ def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """Byte-level BPE. Raises TokenizerError for an unknown pre-tokenizer."""
     pre, merges = file.metadata.get(PRE_KEY, "default"), file.metadata.get("tokenizer.ggml.merges")
     if pre not in PRE:
-        known = f"known are {', '.join(PRE)}: name the original's tokenizer with --tokenizer"
+        known = f"supported are {', '.join(PRE)}: name the original model's tokenizer with --tokenizer"
         raise TokenizerError(f"{file.path}: {PRE_KEY} is {shown(pre)}; {known}")
     if not isinstance(merges, list) or any(str(merge).count(" ") != 1 for merge in merges):
         raise TokenizerError(f"{file.path}: tokenizer.ggml.merges must be pairs of tokens: {AGAIN}")
@@ -133,18 +133,18 @@ def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     return backend
 
 
-def framing(file: GgufFile, tokens: list[str], starts: bool) -> Any:
-    """The post-processor that adds the tokens with which every text begins and ends."""
-    frame, described = ["$A"], []
-    for key, asked in (("bos", starts), ("eos", False)):
+def bos_and_eos(file: GgufFile, tokens: list[str], starts: bool) -> Any:
+    """The post-processor that adds the tokens with which every text begins and ends. `starts`: the default for bos."""
+    template, special = ["$A"], []
+    for key, default in (("bos", starts), ("eos", False)):
         text = named_token(file, tokens, key)
-        if text is not None and file.metadata.get(f"tokenizer.ggml.add_{key}_token", asked):
-            frame = [text, *frame] if key == "bos" else [*frame, text]
-            described.append((text, file.metadata[f"tokenizer.ggml.{key}_token_id"]))
-    return processors.TemplateProcessing(single=frame, pair=[*frame, "$B"], special_tokens=described)
+        if text is not None and file.metadata.get(f"tokenizer.ggml.add_{key}_token", default):
+            template = [text, *template] if key == "bos" else [*template, text]
+            special.append((text, file.metadata[f"tokenizer.ggml.{key}_token_id"]))
+    return processors.TemplateProcessing(single=template, pair=[*template, "$B"], special_tokens=special)
 
 
 def named_token(file: GgufFile, tokens: list[str], key: str) -> str | None:
-    """The text of a token whose id is in the metadata."""
+    """The text of the special token `key`, such as "bos"; None if the metadata has no valid id for it."""
     number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None

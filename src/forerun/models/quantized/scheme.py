@@ -1,8 +1,8 @@
-"""Scheme: the quantization of a checkpoint according to config.json, and which forms of it are supported.
+"""Scheme: the quantization that config.json describes, and a check that it is supported.
 
-The tensors themselves show which weights are quantized, with how many bits and which groups. So lists of excluded
-layers (`ignore`, `modules_to_not_convert`) and settings of single layers need not be read. This file checks the fields
-that the tensors do not show.
+The tensors themselves show which weights are quantized, with how many bits and in which groups, so lists of excluded
+layers (`ignore`, `modules_to_not_convert`) and settings of single layers are not read. This file reads and checks the
+keys that the tensors do not show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forerun.fields import AGAIN, Fields, short
 from forerun.models.foreign import ORIGINAL
 
 KEYS = ("quantization_config", "compression_config")
-# The supported methods, and the supported values of their keys; null and absent are always supported.
+# The supported methods, and the supported values of their keys. A key may always be null or absent.
 METHODS: dict[str, Mapping[str, tuple[object, ...]]] = {
     "awq": {"bits": (4,), "version": ("gemm",), "format": ("gemm",)},
     "gptq": {
@@ -34,16 +34,16 @@ METHODS: dict[str, Mapping[str, tuple[object, ...]]] = {
     "mxfp4": {},
     "bitsandbytes": {},
 }
-BLOCK = (128, 128)  # default
+BLOCK = (128, 128)  # the default of weight_block_size
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A method of METHODS, with the properties that the tensors do not show.
+    """A method of METHODS, with properties that the tensors do not show.
 
-    `less_one`: GPTQ's zero points are stored minus 1, as in its first format; `symmetric`: all zero points are in the
-    middle of the range; `by_activations`: inputs are grouped by the size of activations (act-order), so the inputs of a
-    group are not contiguous. `block` are the rows and columns that share a scale, for block scales.
+    `less_one`: GPTQ's zero points are stored minus 1, as in its first format. `symmetric`: all zero points are in the
+    middle of the range. `by_activations`: inputs are grouped by the size of activations (act-order), so a group's
+    inputs are not contiguous. `block` is the number of rows and columns of a block with one scale.
     """
 
     method: str
@@ -63,19 +63,19 @@ def read_scheme(config: Fields) -> Scheme | None:
     if method is None and (fields.flag("load_in_4bit") or fields.flag("load_in_8bit")):
         method = "bitsandbytes"
     if method not in METHODS:
-        raise fields.refuse("quant_method", f"read are {', '.join(METHODS)}: {ORIGINAL}")
+        raise fields.refuse("quant_method", f"supported are {', '.join(METHODS)}: {ORIGINAL}")
     groups = fields.inside("config_groups").values
     for part in (fields, *(fields.inside("config_groups").inside(g) for g in groups if isinstance(groups[g], dict))):
-        for name, readable in METHODS[method].items():
+        for name, supported in METHODS[method].items():
             value = part.values.get(name)
-            if value is not None and lowered(value) not in readable:
-                raise part.refuse(name, f"read {'is' if len(readable) == 1 else 'are'} {spelled(readable)}: {ORIGINAL}")
+            if value is not None and normalised(value) not in supported:
+                raise part.refuse(name, f"supported: {', '.join(map(short, supported))}; {ORIGINAL}")
     less_one = "gptq_v2" not in (fields.values.get("checkpoint_format"), fields.values.get("format"))
     return Scheme(method, less_one, fields.flag("sym", True), fields.flag("desc_act"), read_block(fields, groups))
 
 
 def read_block(fields: Fields, groups: Mapping[str, Any]) -> tuple[int, int]:
-    """The rows and columns that share a scale, from the fields of either program."""
+    """The rows and columns of a block, from the keys of transformers or of compressed-tensors."""
     weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
     sizes = [
         fields.values.get("weight_block_size"),
@@ -87,13 +87,8 @@ def read_block(fields: Fields, groups: Mapping[str, Any]) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def lowered(value: Any) -> Any:
-    """A text in lower case, since programs differ there; of an object its format, or else its non-empty values."""
+def normalised(value: Any) -> Any:
+    """A text in lower case, since programs differ in case; an object reduced to its format or its non-empty values."""
     if isinstance(value, dict):
         return {"format": value["format"]} if "format" in value else {k: v for k, v in value.items() if v}
     return value.lower() if isinstance(value, str) else value
-
-
-def spelled(values: tuple[object, ...]) -> str:
-    """The supported values, for an error message."""
-    return ", ".join(short(value) for value in values)

@@ -1,8 +1,8 @@
-"""Starts and connects the ranks that share a model (tensor parallelism).
+"""Starts and connects the ranks of tensor parallelism.
 
-Either rank 0 starts the others on its own machine, and restarts all if one of them ends. Or another program, such as
-torchrun, has started all of them, on one machine or several: then the environment has RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT, and that program decides what happens if one ends.
+By default rank 0 starts the others on its own machine, and restarts all of them if one ends. If another program, such
+as torchrun, has started all ranks, on one machine or several, the environment has RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT, and that program decides what happens when a rank ends.
 """
 
 from __future__ import annotations
@@ -26,45 +26,43 @@ from forerun.kernels.threads import free_cores
 from forerun.models.shards.ranks import ANSWER_S, MEMORY, RankGroup, shared_file
 from forerun.models.shards.shard import Shard
 
-IDLE = timedelta(days=365)  # other ranks wait for rank 0 this long; they notice its end
-START_S = 120.0  # from the start of a process until it connects: it imports torch
-HERE = "here"  # prefix of the store's keys of connected ranks
+IDLE = timedelta(days=365)  # how long other ranks wait for an order; they notice when rank 0 ends
+START_S = 120.0  # timeout from the start of a process until it connects; it imports torch meanwhile
+CONNECTED = "here"  # prefix of the store's keys for connected ranks
 LOOPBACK = "127.0.0.1"
 WORKER = "forerun.models.shards.worker"
 log = logging.getLogger(__name__)
 
 
 def started_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The rank of this process if another program started the ranks, else None."""
+    """The rank of this process if another program started all ranks; else None."""
     rank = environment.get("RANK", "")
     return int(rank) if rank.isdigit() and environment.get("WORLD_SIZE", "").isdigit() else None
 
 
-def num_here(world: int) -> int:
+def num_local_ranks(world: int) -> int:
     """The number of the `world` ranks that run on this machine."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(world, int(here)) if started_rank() is not None and here.isdigit() else world
 
 
 def join(environment: Mapping[str, str] = os.environ) -> RankGroup:
-    """Connect to the other ranks, from an environment as torchrun sets it.
+    """Connect to the other ranks by the variables that torchrun sets.
 
-    Raises InvalidRequest if it lacks the address of rank 0, RankLost if rank 0 cannot be reached.
+    Raises InvalidRequest without a valid address of rank 0, RankLost if rank 0 cannot be reached.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, digits = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     if not host or not digits.isdecimal() or int(digits) >= 1 << 16:
-        problem = (
-            f"RANK is {rank}, so MASTER_ADDR and MASTER_PORT must say where rank 0 is, not {host!r} and {digits!r}"
-        )
+        problem = f"RANK is {rank}, but MASTER_ADDR and MASTER_PORT, {host!r} and {digits!r}, are no address of rank 0"
         raise InvalidRequest("tensor_parallel_size", f"{problem}: start all ranks with torchrun, or unset RANK.")
     port = int(digits)
     is_master = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(host, port, world, is_master, timedelta(seconds=START_S), wait_for_workers=False)
-        return gathered(Shard(rank, world), store, address_towards(host, port))
+        return connect_all(Shard(rank, world), store, address_towards(host, port))
     except RuntimeError as error:
         raise RankLost(f"rank {rank} cannot reach rank 0 at {host}:{port}: {error}") from error
 
@@ -77,14 +75,14 @@ def address_towards(host: str, port: int) -> str:
             probe.connect(there)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RankLost(f"MASTER_ADDR {host} is no machine that can be reached from here: {error}") from error
+        raise RankLost(f"MASTER_ADDR {host} cannot be reached from this machine: {error}") from error
 
 
-def gathered(shard: Shard, store: Any, address: str) -> RankGroup:
-    """The group of all ranks of a store; this one is reached at `address`, or by the interface GLOO_SOCKET_IFNAME."""
+def connect_all(shard: Shard, store: Any, address: str) -> RankGroup:
+    """Connect to all ranks of the store; this one listens at `address`, or on the interface GLOO_SOCKET_IFNAME."""
     from torch.distributed import ProcessGroupGloo
 
-    store.set(f"{HERE}{shard.rank}", "yes")
+    store.set(f"{CONNECTED}{shard.rank}", "yes")
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     place = {"interface": interface} if interface and address != LOOPBACK else {"hostname": address}
@@ -94,7 +92,7 @@ def gathered(shard: Shard, store: Any, address: str) -> RankGroup:
 
 
 class LocalRanks:
-    """The processes of the other ranks on this machine; this process is rank 0."""
+    """The processes of the other ranks on this machine, whose rank 0 is this process."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -104,12 +102,12 @@ class LocalRanks:
         torch.set_num_threads(self.num_threads)
 
     def start(self) -> RankGroup:
-        """Start the processes, after ending earlier ones. Raises RankLost if one ends before it connects."""
+        """End earlier processes, and start new ones. Raises RankLost if one ends before it connects."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch has it there
 
         stop_all(self.processes)
         patience, place = timedelta(seconds=START_S), socket.create_server((LOOPBACK, 0))
-        port, file = place.getsockname()[1], place.detach()  # the store's own would listen on every network
+        port, file = place.getsockname()[1], place.detach()  # a socket of TCPStore would listen on all networks
         store = TCPStore(
             LOOPBACK, port, self.world, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=file
         )
@@ -121,15 +119,15 @@ class LocalRanks:
             command = [sys.executable, "-m", WORKER]
             self.processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             free_cores().helpers.add(self.processes[-1].pid)
-        names, end_s = [f"{HERE}{rank}" for rank in range(1, self.world)], time.monotonic() + START_S
+        names, end_s = [f"{CONNECTED}{rank}" for rank in range(1, self.world)], time.monotonic() + START_S
         while not store.check(names):
             ended = [process.returncode for process in self.processes if process.poll() is not None]
             if ended or time.monotonic() > end_s:
                 stop_all(self.processes)
-                what = f"ended with status {ended[0]}" if ended else f"did not call within {START_S:.0f} s"
-                raise RankLost(f"a rank that was to share the model {what}: see what it printed.")
+                problem = f"ended with status {ended[0]}" if ended else f"did not connect within {START_S:.0f} s"
+                raise RankLost(f"a rank of the model {problem}: see its output.")
             time.sleep(0.02)
-        return gathered(Shard(0, self.world), store, LOOPBACK)
+        return connect_all(Shard(0, self.world), store, LOOPBACK)
 
     def stop(self) -> None:
         stop_all(self.processes)
@@ -139,7 +137,7 @@ class LocalRanks:
 
 
 def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kill these processes, which have no state to save."""
+    """Kill these processes; they have no state to save."""
     for process in processes:
         with suppress(OSError):
             process.kill()
@@ -149,19 +147,18 @@ def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
     processes.clear()
 
 
-def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGroup:
-    """The group of rank 0, whose other ranks are loading: those of the environment, or new local processes, which are
-    restarted if one is lost.
+def start_ranks(world: int, loading: Sequence[Sequence[int]], fingerprint: str) -> RankGroup:
+    """Connect rank 0 to the ranks that another program started, or to new local processes, and order them to load.
 
-    `loading` are the arguments of the LOAD order, `digits` the fingerprint that all ranks must share. Raises
-    InvalidRequest if the environment has another number of ranks, and RankLost.
+    `loading` are the arguments of the LOAD order. All ranks must have the same `fingerprint`. Local processes are
+    restarted if one of them ends. Raises InvalidRequest if another number of ranks was started, and RankLost.
     """
     if started_rank() is not None:
         if os.environ["WORLD_SIZE"] != str(world):
-            problem = f"{world} ranks were asked for, and {os.environ['WORLD_SIZE']} were started"
-            raise InvalidRequest("tensor_parallel_size", f"{problem}: make both the same.")
+            problem = f"{world} does not equal WORLD_SIZE, the {os.environ['WORLD_SIZE']} ranks that were started"
+            raise InvalidRequest("tensor_parallel_size", f"{problem}: make both equal.")
         ranks = join()
-        ranks.load(loading, digits)
+        ranks.load(loading, fingerprint)
         return ranks
     local = LocalRanks(world)
     try:
@@ -172,15 +169,14 @@ def share(world: int, loading: Sequence[Sequence[int]], digits: str) -> RankGrou
     weakref.finalize(ranks, local.stop)
 
     def restart() -> None:
-        log.warning("A rank was lost: all of them are started again.")
-        again = local.start()
-        ranks.replace(again)
-        ranks.load(loading, digits)
-        ranks.meet()
+        log.warning("A rank has ended: all ranks are started again.")
+        ranks.replace(local.start())
+        ranks.load(loading, fingerprint)
+        ranks.wait_until_loaded()
 
     ranks.restart, ranks.end = restart, local.stop
     try:
-        ranks.load(loading, digits)
+        ranks.load(loading, fingerprint)
     except BaseException:
         local.stop()
         raise

@@ -1,10 +1,10 @@
-"""RankGroup: the processes that share a model, and their communication.
+"""RankGroup: the processes of tensor parallelism, and their communication.
 
-Rank 0 has the engine and tells the others what to compute; these know layers, slots and numbers, but no requests. All
-ranks take part in each exchange of columns (all-gather). Messages use a gloo process group, separate from torch's
-global one, which belongs to the user. Ranks of one machine exchange columns through shared memory in the compiled
-kernels (kernels/ranks.cpp), in microseconds instead of a quarter of a millisecond with gloo. Between machines, and if
-the system has no such memory, gloo does it.
+Rank 0 has the engine and sends orders to the other ranks, which know layers, slots and numbers, but no requests. All
+ranks take part in each all-gather of columns. Orders use a gloo process group, separate from torch's default group,
+which belongs to the user. On one machine the compiled kernels gather columns through shared memory (kernels/ranks.cpp),
+in microseconds instead of a quarter of a millisecond with gloo. Between machines, or if the system does not support
+such memory, gloo gathers them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from forerun.models.backends.structures import CGather
 from forerun.models.config import ModelConfig
 from forerun.models.shards.shard import Columns, Shard
 
-NUM_SIZES = 16  # numbers in the header of a message
-HEAD = 2048  # numbers of the first part of a message; the rest of a longer one follows
-FAILED = "failed"  # key in the store: the error of a rank
-MEMORY = "memory"  # key in the store: the path of the ranks' shared memory
+NUM_SIZES = 16  # integers in the header of a message
+HEAD = 2048  # integers in the first part of a message; a longer body follows in a second part
+FAILED = "failed"  # the store's key for the error of a rank
+MEMORY = "memory"  # the store's key for the path of the shared memory
 Exchange = Callable[[int | None, int, int, int, int, int], None]
-ANSWER_S = 300.0  # timeout of an exchange: longer than the longest pass
-HALF = 1 << 18  # numbers of an exchange in a rank's shared memory; further rows need another exchange
+ANSWER_S = 300.0  # the timeout of an exchange: longer than any pass
+HALF = 1 << 18  # the most floats of a rank in one exchange; further rows need another exchange
 
 
 def shared_file(world: int) -> int | None:
-    """An in-memory file for `world` ranks, freed with the last process that has it open; None if not supported."""
+    """The descriptor of an in-memory file for `world` ranks; None if the system does not support it."""
     if not hasattr(os, "memfd_create"):
         return None
     file = os.memfd_create("forerun-ranks")
@@ -48,7 +48,7 @@ def shared_file(world: int) -> int | None:
 
 
 class SharedColumns:
-    """One rank's access to the shared memory of columns. Raises OSError if it cannot be opened."""
+    """The all-gather of columns through shared memory, for one rank. Raises OSError if the memory cannot be opened."""
 
     def __init__(self, lib: ctypes.CDLL, path: str, shard: Shard, config: ModelConfig) -> None:
         lib.forerun_ranks.restype = c_void_p
@@ -63,7 +63,7 @@ class SharedColumns:
         places, patience_ms = (c_int64 * len(heads))(*heads), int(1000 * ANSWER_S)
         self.pointer = lib.forerun_ranks(path.encode(), shard.rank, shard.world, HALF, places, patience_ms)
         if not self.pointer:
-            raise OSError(f"the memory that ranks share cannot be opened at {path}")
+            raise OSError(f"the shared memory of the ranks cannot be opened at {path}")
         weakref.finalize(self, lib.forerun_free_ranks, self.pointer)
         self.gather = ctypes.cast(lib.forerun_ranks_gather, CGather)
 
@@ -73,17 +73,17 @@ class SharedColumns:
         return bool(self.lib.forerun_ranks_lost(self.pointer))
 
     def join(self, what: Columns, rows: Float[Tensor, "rows columns"]) -> None:
-        """All-gather columns in place: each row holds this rank's columns at its beginning, then all ranks'."""
+        """All-gather columns in place: each row begins with this rank's columns, and then holds those of all ranks."""
         num_rows, columns = rows.shape
         self.lib.forerun_ranks_gather(self.pointer, what, rows.data_ptr(), columns, columns, num_rows)
 
     def reset(self) -> None:
-        """Reset the state, after the other ranks were restarted."""
+        """Reset the state, after other ranks have ended and before new ones start."""
         self.lib.forerun_ranks_reset(self.pointer)
 
 
 class Order(IntEnum):
-    """The orders of rank 0 to the others."""
+    """What rank 0 orders the other ranks to do."""
 
     STOP = 0
     LOAD = 1
@@ -96,7 +96,7 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """An order with integer arrays and, for some, float32 rows."""
+    """An order with its integer arrays and, for some orders, float32 rows."""
 
     order: Order
     numbers: Sequence[Tensor]
@@ -104,10 +104,10 @@ class RankMessage:
 
 
 class RankGroup:
-    """The group of ranks, as seen by one of them; `lost` is the error after which the group is unusable.
+    """One rank's connection to all ranks. `lost` is the error after which it is unusable; None: there was none.
 
-    `group` is a torch.distributed.ProcessGroup of `shard.world` ranks; `store` holds the errors of ranks. `restart`, if
-    set, is called for a lost group before the next message; `end` ends processes that were started for the group.
+    `group` is a torch.distributed.ProcessGroup of `shard.world` ranks, and `store` a store of their errors. On rank 0,
+    `restart`, if set, is called before the next order if a rank was lost, and `end` ends the processes of other ranks.
     """
 
     def __init__(self, shard: Shard, group: Any, store: Any) -> None:
@@ -120,14 +120,14 @@ class RankGroup:
         self.columns: SharedColumns | None = None
 
     def connect(self, lib: ctypes.CDLL, config: ModelConfig) -> tuple[Any, int | None]:
-        """The all-gather function of columns for the compiled kernels, a CGather, and its first argument."""
+        """The function with which compiled kernels all-gather columns (a CGather), and its first argument."""
         if not self.store.check([MEMORY]):
             return CGather(self.gatherer(config)), None
         self.columns = SharedColumns(lib, self.store.get(MEMORY).decode(), self.shard, config)
         return self.columns.gather, self.columns.pointer
 
     def wait(self, work: Callable[[], Any]) -> None:
-        """Take part in a collective operation. Raises RankLost if another rank does not."""
+        """Take part in a collective operation. Raises RankLost if another rank does not take part."""
         self.check()
         try:
             work().wait()
@@ -138,70 +138,70 @@ class RankGroup:
     def check(self) -> None:
         """Raise RankLost if a rank was lost."""
         if self.columns is not None and self.columns.is_lost and self.lost is None:
-            self.lost = RuntimeError("it ended in the middle of a pass")
+            self.lost = RuntimeError("it ended during a pass")
         if self.lost is not None:
             raise RankLost(
-                f"{self.why()}: see what it printed last, and whether its machine has memory left."
+                f"{self.reason()}: see its last output, and whether its machine has free memory."
             ) from self.lost
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """A block in which rank 0 computes its part of an order. An error makes the group unusable, since the other
-        ranks would wait for rank 0 forever."""
+        """A context in which rank 0 computes its part of an order. After an error the group is unusable, since other
+        ranks wait for rank 0 in an exchange."""
         try:
             yield
         except BaseException as error:
             self.lost = self.lost or error
             raise
 
-    def why(self) -> str:
-        """The error of the rank that failed, or a message that one has ended without giving an error."""
-        with suppress(RuntimeError):  # the store is gone with rank 0
+    def reason(self) -> str:
+        """The error that the failed rank reported, or that a rank has ended without a report."""
+        with suppress(RuntimeError):  # the store ends with rank 0
             if self.store.check([FAILED]):
                 return str(self.store.get(FAILED).decode())
-        reason = str(self.lost).partition(". This is typically")[0]  # without gloo's further advice
-        return f"one of the {self.shard.world} ranks that share the model has ended or does not answer ({reason})"
+        reason = str(self.lost).partition(". This is typically")[0]  # without gloo's advice
+        return f"one of the {self.shard.world} ranks of the model has ended or does not answer ({reason})"
 
-    def fail(self, error: BaseException) -> None:
-        """Tell rank 0 why this rank ends."""
+    def report(self, error: BaseException) -> None:
+        """Report the error that ends this rank to rank 0."""
         with suppress(RuntimeError):
             self.store.set(FAILED, f"rank {self.shard.rank}: {type(error).__name__}: {error}")
 
     def replace(self, others: RankGroup) -> None:
-        """Continue with another group of processes."""
+        """Continue with the processes of another group."""
         self.group, self.store, self.lost = others.group, others.store, None
         if self.columns is not None:
             self.columns.reset()
 
-    def load(self, numbers: Sequence[Sequence[int]], digits: str) -> None:
-        """Tell all other ranks to load their shards. Raises RankLost unless their fingerprints equal `digits`."""
+    def load(self, numbers: Sequence[Sequence[int]], fingerprint: str) -> None:
+        """Order all other ranks to load their shards. Raises RankLost unless they have the same `fingerprint`."""
         self.send(Order.LOAD, numbers)
-        self.agree(digits)
+        self.check_fingerprint(fingerprint)
 
-    def meet(self) -> None:
-        """Wait until all ranks have loaded. Raises RankLost."""
+    def wait_until_loaded(self) -> None:
+        """Wait until all ranks have loaded their shards. Raises RankLost."""
         self.exchange(torch.zeros(1, 1), [range(1)] * self.shard.world)
 
     def stop(self) -> None:
-        """Tell all other ranks to stop."""
+        """Order all other ranks to stop."""
         self.restart = None
         with suppress(RankLost):
             self.send(Order.STOP)
         self.end()
 
-    def agree(self, digits: str) -> None:
-        """Raise RankLost unless all ranks have the same fingerprint, given as hexadecimal digits."""
-        numbers = [float(int(digits[i : i + 4], 16)) for i in range(0, len(digits), 4)]
+    def check_fingerprint(self, fingerprint: str) -> None:
+        """Raise RankLost unless all ranks call this method with the same fingerprint, a text of hex digits."""
+        numbers = [float(int(fingerprint[i : i + 4], 16)) for i in range(0, len(fingerprint), 4)]
         by_rank = self.exchange(torch.tensor([numbers]), [range(len(numbers))] * self.shard.world)
         others = [rank for rank, each in enumerate(by_rank) if not torch.equal(each, by_rank[0])]
         if others:
             raise RankLost(
-                f"rank {others[0]} computes something else than rank 0: all ranks need the same files, versions and "
-                "instructions of the processor, or answers would depend on who computes."
+                f"rank {others[0]} has another fingerprint than rank 0: use the same files, versions and processor "
+                "instructions (FORERUN_ISA) on all ranks, or results would depend on the rank."
             )
 
     def send(self, order: Order, numbers: Sequence[Any] = (), rows: Tensor | None = None) -> None:
-        """Send an order to all other ranks. Raises RankLost."""
+        """Send an order to all other ranks, after a restart if one was lost. Raises RankLost."""
         if self.lost is not None and self.restart is not None:
             self.restart()
         arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in numbers]
@@ -222,7 +222,7 @@ class RankGroup:
             self.wait(lambda: self.group.broadcast(torch.from_numpy(body), 0))
 
     def receive(self) -> RankMessage:
-        """Wait for the next order of rank 0. Raises RankLost if rank 0 has ended."""
+        """Wait for the next order of rank 0. Raises RankLost if rank 0 ends."""
         head = torch.empty(HEAD, dtype=torch.long)
         self.wait(lambda: self.group.broadcast(head, 0))
         order, num_rows, width, *sizes = head[:NUM_SIZES].tolist()
@@ -240,7 +240,7 @@ class RankGroup:
     def joined(
         self, what: Columns, part: Float[Tensor, "rows some"], count: int, config: ModelConfig
     ) -> Float[Tensor, "rows count"]:
-        """Rows of which every rank has some of `count` columns. Raises RankLost."""
+        """All-gather rows: `part` has this rank's columns, the result all `count` of them. Raises RankLost."""
         if self.columns is None:
             return torch.cat(self.exchange(part, self.shard.columns(what, count, config)), 1)
         rows = torch.empty(len(part), count)
@@ -250,7 +250,7 @@ class RankGroup:
         return rows
 
     def exchange(self, part: Float[Tensor, "rows own"], columns: Sequence[range]) -> list[Float[Tensor, "rows _"]]:
-        """All-gather: the columns of every rank for the same rows; `columns` are the ranges of each rank."""
+        """All-gather by gloo: each rank's columns of the same rows; `columns` are the ranges of all ranks."""
         widest = max(len(each) for each in columns)
         mine = torch.empty(len(part), widest)
         mine[:, : part.shape[1]] = part
@@ -259,8 +259,8 @@ class RankGroup:
         return [rows[:, : len(each)] for rows, each in zip(gathered.split(len(part)), columns, strict=True)]
 
     def gatherer(self, config: ModelConfig) -> Exchange:
-        """The all-gather of columns by gloo for the compiled kernels (`Gather` in decoder.hpp); `check` raises its
-        errors."""
+        """The all-gather of columns by gloo, to be called by the compiled kernels (`Gather` in decoder.hpp); `check`
+        raises its errors."""
         cuts: dict[tuple[int, int], list[range]] = {}
 
         def gather(_: int | None, what: int, address: int, stride: int, columns: int, num_rows: int) -> None:

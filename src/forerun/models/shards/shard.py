@@ -1,8 +1,8 @@
-"""Shard: the part of every layer that a rank holds and computes.
+"""Shard: the part of every layer that one rank of tensor parallelism holds and computes.
 
-All linear layers are split by their outputs (column-parallel), and the ranks' outputs are concatenated again. So each
-output is one sum over all inputs in a fixed order, and its bits do not depend on the number of ranks. Splitting by
-inputs (row-parallel) would give partial sums, whose total has other bits for every number of ranks.
+All linear layers are split by outputs (column-parallel), and the ranks' outputs are gathered. So each output is one sum
+over all inputs in a fixed order, and its bits do not depend on the number of ranks. Splitting by inputs (row-parallel)
+would give partial sums, whose total has other bits for each number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.models.layer import LANES
 
 
 class Columns(IntEnum):
-    """The kind of a layer's outputs, which decides where they may be split (`Gathered` in decoder.hpp)."""
+    """The kinds of outputs of linear layers, which decide where they may be split (`Gathered` in decoder.hpp)."""
 
     HEADS = 0
     HIDDEN = 1
@@ -35,9 +35,9 @@ class Shard:
     rank: int
     world: int
 
-    def fits(self, config: ModelConfig) -> None:
-        """Raise InvalidRequest if the model has too few heads or neurons for this many ranks, UnsupportedModel if all
-        its heads are normed as one."""
+    def check_fit(self, config: ModelConfig) -> None:
+        """Raise InvalidRequest if heads or neurons cannot be split over `world` ranks, UnsupportedModel if all heads
+        are normed as one vector."""
         heads = sorted(n for n in range(1, config.heads + 1) if is_divisible(config, n))
         neurons = [config.intermediate] if config.experts is None or config.experts.layers == () else []
         if config.experts is not None:
@@ -52,16 +52,16 @@ class Shard:
             )
         if config.joint_norm:
             raise UnsupportedModel(
-                f"tensor_parallel_size: {config.family} norms all heads as one, which ranks that have some of them "
-                "cannot: use 1."
+                f"tensor_parallel_size: {config.family} norms all heads as one vector, which cannot be split over "
+                "ranks: use 1."
             )
 
     def of(self, config: ModelConfig) -> ModelConfig:
-        """The configuration with only this rank's heads."""
+        """The configuration with the numbers of this rank's heads."""
         return replace(config, heads=len(self.heads(config)), kv_heads=len(self.kv_heads(config)))
 
     def kv_heads(self, config: ModelConfig) -> range:
-        """The key heads of this rank; with fewer key heads than ranks, several ranks share one."""
+        """The key heads of this rank; with fewer key heads than ranks, several ranks hold the same one."""
         if self.world <= config.kv_heads:
             return part(config.kv_heads, self.rank, self.world)
         first = self.rank * config.kv_heads // self.world
@@ -76,7 +76,7 @@ class Shard:
         return range(keys.start * config.group + inside.start, keys.start * config.group + inside.stop)
 
     def columns(self, what: Columns, count: int, config: ModelConfig) -> list[range]:
-        """The range of the `count` outputs of each rank."""
+        """Each rank's range of the `count` outputs of this kind."""
         if what == Columns.HEADS:
             heads = [Shard(rank, self.world).heads(config) for rank in range(self.world)]
             return [range(each.start * config.head_dim, each.stop * config.head_dim) for each in heads]
@@ -85,9 +85,9 @@ class Shard:
         return [range(each.start * unit, each.stop * unit) for each in units]
 
     def rows(self, what: Columns, sizes: Sequence[int], config: ModelConfig) -> Int[torch.Tensor, " outputs"]:
-        """The indexes of this rank's outputs in a layer whose parts, of these sizes, follow one another.
+        """The indices of this rank's outputs in a layer that is the concatenation of parts of these sizes.
 
-        The parts of HEADS are queries, keys and values; those of NEURONS gates and ups.
+        The parts of HEADS are queries, keys and values; those of NEURONS are gate and up.
         """
         parts = [self.columns(what, size, config)[self.rank] for size in sizes[:1]] * len(sizes)
         if what == Columns.HEADS:
@@ -97,14 +97,14 @@ class Shard:
         return torch.tensor([first + row for first, each in zip(firsts, parts, strict=True) for row in each])
 
 
-WHOLE = Shard(0, 1)  # a model that is not split
+WHOLE = Shard(0, 1)  # without tensor parallelism
 
 
 def part(count: int, rank: int, world: int) -> range:
-    """This rank's contiguous share of `count` items, as even as possible."""
+    """This rank's contiguous part of `count` items, divided as evenly as possible."""
     return range(count * rank // world, count * (rank + 1) // world)
 
 
 def is_divisible(config: ModelConfig, world: int) -> bool:
-    """Whether `world` ranks can share the heads: each has some key heads, or equally many ranks share one."""
+    """Whether heads can be split over `world` ranks: each has some key heads, or equally many ranks share each one."""
     return world <= config.kv_heads or (world % config.kv_heads == 0 and world // config.kv_heads <= config.group)

@@ -1,6 +1,7 @@
-"""The target on rank 0, whose layers other ranks share: its executor, its cache and its runner.
+"""The executor, cache and runner of a target whose layers are split over several ranks, on rank 0.
 
-Each sends its operation to the other ranks before it computes its own part. Engine and drafters see complete results.
+Each operation is sent to the other ranks before rank 0 computes its own part. Results are complete, so engine and
+drafters do not know of ranks.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from forerun.sampling.draws import Draws
 
 
 class SharedExecutor:
-    """An executor whose layers and head are computed by all ranks together."""
+    """An executor whose layers and head all ranks compute together."""
 
     def __init__(self, part: NativeExecutor, ranks: RankGroup) -> None:
         self.part = part
         self.ranks = ranks
-        self.stream: torch.dtype = part.stream
+        self.stream_dtype: torch.dtype = part.stream_dtype
         self.query_rule: QueryRule = part.query_rule
         self.num_experts_read = 0
 
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None
     ) -> Stream:
-        assert read is None, "layers that read states are no target's"
+        assert read is None, "a target's layers read no states"
         tables = pass_tables(batch, cache.keys.shape[2])
         places = batch.positions, batch.slots
         self.ranks.send(Order.RUN, [[layers.start, layers.stop], *places, *tables], x)
         with self.ranks.in_step():
             x = self.part.compute(layers, x, places, tables, cache)
-        self.num_experts_read = self.part.num_experts_read  # every rank reads a share of the same ones
+        self.num_experts_read = self.part.num_experts_read  # every rank reads a part of the same experts
         return x
 
     def write_kv(self, read: AttentionInputs, batch: TokenBatch, cache: PagedCache) -> None:
         """Never called: only layers of drafters read states."""
-        raise AssertionError("layers that read states are no target's")
+        raise AssertionError("a target's layers read no states")
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
         return self.part.norm_rows(x, gain)
@@ -70,7 +71,7 @@ class SharedExecutor:
 
 
 class SharedCache(PagedCache):
-    """The cache of this rank's heads. Slots and moves are the same on every rank."""
+    """The cache of rank 0's heads, which sends every change of slots to the other ranks."""
 
     def __init__(self, ranks: RankGroup, **fields: Any) -> None:
         super().__init__(**fields)
@@ -90,7 +91,7 @@ class SharedCache(PagedCache):
 
 
 def shared_runner(decoder: Decoder, ranks: RankGroup, num_tokens: int) -> Runner:
-    """A runner of rank 0's decoder, which computes together with the other ranks, with caches of `num_tokens`."""
+    """A runner of rank 0's decoder, which computes with the other ranks, with a new cache of `num_tokens`."""
     assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
     decoder.executor = SharedExecutor(decoder.executor, ranks)
     return Runner(decoder, SharedCache(ranks, **decoder.cache_shape, num_tokens=num_tokens))

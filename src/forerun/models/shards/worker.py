@@ -1,6 +1,6 @@
 """RankWorker: a process with a shard of the model, which executes the orders of rank 0 until rank 0 ends.
 
-Rank 0 starts `python -m forerun.models.shards.worker` on its own machine.
+Rank 0 starts it on its own machine as `python -m forerun.models.shards.worker`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class RankWorker:
         spec = ModelSpec(**json.loads(bytes(text)), tensor_parallel_size=ranks.shard.world)
         model = Blueprint.of(spec).for_texts(longest_text)
         self.ranks = ranks
-        ranks.agree(model.fingerprint())
+        ranks.check_fingerprint(model.fingerprint())
         decoder = model.decoder(max_model_len, ranks=ranks)
         assert isinstance(decoder.executor, NativeExecutor), "ranks share what the compiled kernels compute"
         self.executor = decoder.executor
         self.cache = PagedCache(**decoder.cache_shape, num_tokens=num_tokens)
-        ranks.meet()
+        ranks.wait_until_loaded()
 
     @torch.inference_mode()
-    def obey(self, message: RankMessage) -> None:
+    def execute(self, message: RankMessage) -> None:
         numbers = message.numbers
         if message.order == Order.RUN:
             assert message.rows is not None, "a pass without tokens"
@@ -66,18 +66,18 @@ def work(ranks: RankGroup) -> None:
             if message.order == Order.LOAD:
                 worker = RankWorker(ranks, message)
             elif worker is not None:
-                worker.obey(message)
+                worker.execute(message)
     except RankLost:
         return  # rank 0 has ended, or reports the error
     except BaseException as error:
-        ranks.fail(error)
+        ranks.report(error)
         raise
 
 
 def serve_started_rank(world: int) -> None:
-    """If this process was started as another rank than 0 of `world`, run as a worker and exit."""
+    """If this process was started as a rank other than 0, run as a worker and then exit."""
     if world > 1 and (started_rank() or 0) > 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks; rank 0 decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all ranks, but rank 0 decides
         work(join())
         sys.exit(0)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.device import DeviceSpan, Download, upload
 from forerun.models.backends.gpu.fixed import Layout
-from forerun.models.chains import JudgedChains, Start
-from forerun.models.decoder import States
+from forerun.models.chains import ChainStart, VerifiedChains
+from forerun.models.decoder import Outputs
 from forerun.sampling.draws import Draws
 
 PAUSE = 32  # rounds without a pass ahead after an unused one, which has cost as much as a round
@@ -39,7 +39,7 @@ class PassAhead:
     layout: Layout
     taps: tuple[int, ...]
     verdict: Download
-    outputs: States
+    outputs: Outputs
     span: DeviceSpan | None
     num_runs: int
 
@@ -65,8 +65,8 @@ class ChainsAhead:
     sequence. Any later graph run (`num_runs`) overwrites `nodes` and `ends`.
     """
 
-    judged: JudgedChains
-    starts: Sequence[Start]
+    judged: VerifiedChains
+    starts: Sequence[ChainStart]
     lengths: Sequence[int]
     slots: dict[int, int]
     arriving: Download
@@ -75,7 +75,7 @@ class ChainsAhead:
     num_runs: int
 
     def rows_for(
-        self, draws: Draws, starts: Sequence[Start], texts: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, draws: Draws, starts: Sequence[ChainStart], texts: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> list[int] | None:
         """The rows of the verified round that these draws continue, in their order; None if other chains are needed.
 
@@ -97,7 +97,7 @@ class ChainsAhead:
         return rows
 
     def outputs_of(
-        self, rows: Sequence[int], starts: Sequence[Start]
+        self, rows: Sequence[int], starts: Sequence[ChainStart]
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None]:
         """`nodes` and `ends` of these rows, in their order, with the chains cut to the depths of `starts`."""
         if ([*rows], [*starts]) == ([*range(len(rows))], [*self.starts]):  # the same rows and depths

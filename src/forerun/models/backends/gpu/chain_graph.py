@@ -37,15 +37,15 @@ from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, run_pass
 from forerun.models.backends.gpu.verdicts import fixed_steps, in_parts, kinds_of, row_sizes
 from forerun.models.chains import (
     Chains,
+    ChainStart,
     HeadInputs,
     IdMap,
-    JudgedChains,
     MaskedPositions,
     ParallelHeads,
-    Start,
     UnreadTexts,
+    VerifiedChains,
 )
-from forerun.models.decoder import States
+from forerun.models.decoder import Outputs
 from forerun.models.rows import half_step, power_of_two
 from forerun.models.runner import Read, Tail
 from forerun.sampling.draws import Draws
@@ -69,7 +69,7 @@ class ChainGraph:
     def draw(
         self,
         draws: Draws,
-        starts: Sequence[Start],
+        starts: Sequence[ChainStart],
         logits: Float[Tensor, "starts vocab"] | None,
         texts: UnreadTexts | None,
         heads: ParallelHeads | None = None,
@@ -120,7 +120,7 @@ class ChainGraph:
         num_read = {s.seq_id: s.depth - 1 for s in starts if s.depth > 1 and texts is None and heads is None}
         return Chains(trees, num_read, nodes=nodes[:, : len(trees), : 1 + depth].clone())
 
-    def tables_of(self, draws: Draws, starts: Sequence[Start]) -> RoundTables:
+    def tables_of(self, draws: Draws, starts: Sequence[ChainStart]) -> RoundTables:
         """The tables of the sampling transforms for these chains, in their order."""
         drafted = [draws.rows[start.row] for start in starts]
         return draws.tables if drafted == draws.rows else RoundTables(drafted, self.ids.vocab_size)
@@ -141,7 +141,7 @@ class ChainGraph:
             torch.stack([heads.states[i] for i in order], out=buffers.first[: len(order)])
 
     @torch.inference_mode()
-    def launch_next(self, judged: JudgedChains, starts: Sequence[Start], texts: UnreadTexts) -> Download | None:
+    def launch_next(self, judged: VerifiedChains, starts: Sequence[ChainStart], texts: UnreadTexts) -> Download | None:
         """Launch the chains that follow the accepted tokens of these verified chains, all as deep as the deepest.
 
         All verified nodes are read as text. Rejected ones lie after the accepted ones, where no row sees them before
@@ -171,7 +171,7 @@ class ChainGraph:
         return arriving
 
     def take_launched(
-        self, draws: Draws, starts: Sequence[Start], unread: Sequence[Sequence[int]]
+        self, draws: Draws, starts: Sequence[ChainStart], unread: Sequence[Sequence[int]]
     ) -> tuple[Int[Tensor, "2 rows nodes"], Float[Tensor, "rows outputs"] | None] | None:
         """The result of `launch_next`, if it is what this round needs and was not overwritten; else None."""
         ahead, self.ahead = self.ahead, None
@@ -195,7 +195,7 @@ class ChainGraph:
         key = shape, self.ids, num_ids
         return self.runner.graphs.run(key, lambda: self.body(shape, buffers, num_ids, texts, heads))
 
-    def reserve(self, starts: Sequence[Start], counts: Sequence[int], below: ReadingRunner | None) -> bool:
+    def reserve(self, starts: Sequence[ChainStart], counts: Sequence[int], below: ReadingRunner | None) -> bool:
         """Reserve cache room for so many tokens of each start, and for roots and draft tokens in the layers below;
         False if there is none."""
         seq_ids, depths = [start.seq_id for start in starts], [start.depth for start in starts]
@@ -214,7 +214,7 @@ class ChainGraph:
         self,
         buffers: Buffers,
         draws: Draws,
-        starts: Sequence[Start],
+        starts: Sequence[ChainStart],
         order: Sequence[int],
         unread: Sequence[Sequence[int]],
         places: MaskedPositions | None,
@@ -255,7 +255,7 @@ class ChainGraph:
         return arrays | lay_out_steps(runner, "pass", buffers.passes, going_on)
 
     def lay_out_places(
-        self, buffers: Buffers, places: MaskedPositions, starts: Sequence[Start], order: Sequence[int]
+        self, buffers: Buffers, places: MaskedPositions, starts: Sequence[ChainStart], order: Sequence[int]
     ) -> tuple[Layout, list[int]]:
         """The rows of the mask tokens, and those that predict each chain's tokens, equally many for each chain."""
         assert buffers.places is not None, "a pass over them"
@@ -263,7 +263,7 @@ class ChainGraph:
         layout, firsts = self.runner.lay_out([Read(starts[i].seq_id, places.tokens[i], judged=[0]) for i in order])
         judged = []
         for first, i in zip(firsts, order, strict=True):
-            count = places.num_guesses(starts[i].depth)
+            count = places.num_predicted(starts[i].depth)
             judged += [first + places.first + guess for guess in range(count)] + [0] * (each - count)
         return layout, judged
 
@@ -293,7 +293,7 @@ class ChainGraph:
         if heads is None:
             passes |= {f"pass {level}": Shape(rows, 0, rows, keys) for level in range(shape.depth - 1)}
         elif heads.places is not None and (count := heads.places.count(shape.depth)):
-            num_guesses = rows * heads.places.num_guesses(shape.depth)
+            num_guesses = rows * heads.places.num_predicted(shape.depth)
             passes["places"] = Shape(power_of_two(rows * count), 0, num_guesses, keys)
         sizes = row_sizes(rows, shape.steps, vocab)
         names = "keys", "positions", "begins", "roots", "chains", "depths", "advance"
@@ -352,8 +352,8 @@ class ChainGraph:
                 step.columns["tokens"].copy_(tokens)
                 if below is not None:
                     step.states = states_below(below, buffers.below[1 + level], tokens)
-                elif texts is not None and texts.beside is not None and states is not None:
-                    step.states = texts.beside(states)
+                elif texts is not None and texts.next_states is not None and states is not None:
+                    step.states = texts.next_states(states)
                 passed = self.read(step)
                 logits, states = self.ids.target_logits(passed.logits), passed.hidden
         return nodes_of(drawn, tables["roots"], tables["chains"], tables["depths"]), ends
@@ -371,7 +371,7 @@ class ChainGraph:
         logits, states = self.ids.target_logits(passed.logits), passed.hidden[places.judged]
         return HeadInputs(first, logits.unflatten(0, (shape.rows, -1)), states.unflatten(0, (shape.rows, -1)))
 
-    def read(self, inputs: Inputs) -> States:
+    def read(self, inputs: Inputs) -> Outputs:
         return run_pass(self.runner.decoder, self.runner.ops, inputs, self.runner.cache)
 
 

@@ -20,7 +20,7 @@ from forerun.models.backends.gpu.capture import Graphs
 from forerun.models.backends.gpu.fixed import PADDED, Inputs, Layout
 from forerun.models.backends.gpu.ops import Ops
 from forerun.models.backends.gpu.verdicts import holds
-from forerun.models.chains import JudgedChains, Start, UnreadTexts
+from forerun.models.chains import ChainStart, UnreadTexts, VerifiedChains
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Tail
 from forerun.sampling.tables import Steps
@@ -111,7 +111,7 @@ def sources_of(texts: Sequence[Sequence[int]], order: Sequence[int], num_feature
 
 
 def lay_out_steps(
-    runner: ReadingRunner, name: str, steps: Sequence[Inputs], deepest_first: Sequence[Start]
+    runner: ReadingRunner, name: str, steps: Sequence[Inputs], deepest_first: Sequence[ChainStart]
 ) -> dict[str, HostArray]:
     """The tables of the passes that each read one token of every chain that is deep enough, by the passes' names."""
     arrays = {}
@@ -127,7 +127,9 @@ def lay_out_steps(
     return arrays
 
 
-def set_by_verdict(buffers: Buffers, judged: JudgedChains, starts: Sequence[Start], device: torch.device) -> None:
+def set_by_verdict(
+    buffers: Buffers, judged: VerifiedChains, starts: Sequence[ChainStart], device: torch.device
+) -> None:
     """Set, on the device, the tables that depend on the verdict: the tokens of the texts, and where chains start."""
     depth, rows = max(start.depth for start in starts), upload([start.row for start in starts], torch.long, device)
     tables, text = buffers.packed.tables, buffers.text

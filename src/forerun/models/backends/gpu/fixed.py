@@ -25,8 +25,8 @@ from forerun.device import HostArray, overwrite
 from forerun.models.backends.base import AttentionInputs, DecoderParts, Stream
 from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
-from forerun.models.batch import EACH_ALONE, TokenBatch
-from forerun.models.decoder import Decoder, States, Tapped
+from forerun.models.batch import SINGLE_QUERIES, TokenBatch
+from forerun.models.decoder import Decoder, Outputs, TapStates
 from forerun.models.layer import Mlp, counters_of
 
 ALL_KEYS = 1 << 30  # `shared` of a tile whose rows have all their keys in the same slots
@@ -282,25 +282,25 @@ def run_pass(
     cache: PagedCache,
     taps: Sequence[int] = (),
     keep: Callable[[Tensor], Tensor] = Tensor.float,
-) -> States:
+) -> Outputs:
     """One pass of the decoder over the tables; the logits go through `keep`.
 
     It only calls tensor operations and never reads a value, so it can be captured. Outputs of padding rows are garbage.
     """
     batch, c = FixedBatch.of(inputs, cache), decoder.config
-    if not decoder.layers_alone:
+    if not decoder.has_plain_forward:
         hidden = decoder.forward(batch, cache, inputs=inputs.states, taps=taps).last
         judged = hidden[inputs.judged]
         logits = decoder.logits(judged) if len(judged) else hidden.new_empty(0, c.vocab_size)
-        return States(keep(logits), hidden, None)
+        return Outputs(keep(logits), hidden, None)
     x = decoder.embedding[batch.tokens] if inputs.states is None else inputs.states
     x, delta, kept = run_layers(decoder, ops, batch, cache, range(len(decoder.layers)), x, taps=taps)
     x, normed = ops.add_norm(x, delta, decoder.norm, c.norm_eps, decoder.layers[-1].mlp.out_norm)
     kept |= {len(decoder.layers): x, -1: normed}
     judged = normed[inputs.judged]
     logits = decoder.head(judged) if inputs.shape.judged else x.new_empty(0, c.vocab_size)
-    tapped = Tapped.side_by_side(torch.stack([kept[t] for t in taps], dim=1)) if taps else None
-    return States(keep(logits), x, tapped)
+    tapped = TapStates.of_stacked(torch.stack([kept[t] for t in taps], dim=1)) if taps else None
+    return Outputs(keep(logits), x, tapped)
 
 
 def tile_rows(heads: int, kv_heads: int) -> int:
@@ -313,7 +313,7 @@ class FixedExecutor(TorchExecutor):
     """Runs a decoder's layers over the rows of a pass of fixed shape, with padding."""
 
     def __init__(self, parts: DecoderParts, ops: Ops) -> None:
-        super().__init__(parts, EACH_ALONE)
+        super().__init__(parts, SINGLE_QUERIES)
         self.ops = ops
 
     @property

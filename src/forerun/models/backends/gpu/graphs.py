@@ -26,8 +26,8 @@ from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.fixed import LEAST_PATH, Inputs, Layout, Shape, run_pass, tile_rows
 from forerun.models.backends.gpu.ops import SPLIT, ops_for
 from forerun.models.backends.gpu.verdicts import VerdictGraph
-from forerun.models.chains import Chains, IdMap, JudgedChains, ParallelHeads, Start, UnreadTexts
-from forerun.models.decoder import Decoder, States, Tapped
+from forerun.models.chains import Chains, ChainStart, IdMap, ParallelHeads, UnreadTexts, VerifiedChains
+from forerun.models.decoder import Decoder, Outputs, TapStates
 from forerun.models.layer import counters_of
 from forerun.models.rows import few_rows, power_of_two
 from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, Runner, Tail, TreeRule
@@ -69,14 +69,14 @@ class GraphRunner(Runner):
         reads: Sequence[Read],
         taps: Sequence[int] = (),
         drawn: DeviceTokens | None = None,
-        begun: PartialPass | None = None,
+        partial: PartialPass | None = None,
         inputs: Float[Tensor, "total hidden"] | None = None,
-    ) -> States:
+    ) -> Outputs:
         """One pass over all reads. Raises OutOfBlocks, with nothing changed, if the cache has no room.
 
         `hidden` is valid until the runner computes anything else; logits and tapped states are copies.
         """
-        assert begun is None, "a pass of fixed shape begins at the first layer"
+        assert partial is None, "a pass of fixed shape begins at the first layer"
         self.cache.reserve([r.seq_id for r in reads], [len(r.tokens) for r in reads])
         layout, judged = self.lay_out(reads)
         ahead, self.ahead = self.ahead, None
@@ -103,10 +103,10 @@ class GraphRunner(Runner):
         return tables
 
     def states_of(
-        self, outputs: States, rows: Sequence[int], num_judged: int, span: DeviceSpan | None = None
-    ) -> States:
+        self, outputs: Outputs, rows: Sequence[int], num_judged: int, span: DeviceSpan | None = None
+    ) -> Outputs:
         """The outputs of these rows of a pass, with copies of the logits and of the tapped states."""
-        together = None if outputs.tapped is None else outputs.tapped.together
+        together = None if outputs.tapped is None else outputs.tapped.stacked
         if [*rows] != [*range(len(rows))]:
             where = upload(rows, torch.int64, self.device)
             logits, hidden = outputs.logits.index_select(0, where), outputs.hidden.index_select(0, where)
@@ -115,7 +115,7 @@ class GraphRunner(Runner):
             logits = self.graphs.copy_logits(outputs.logits[:num_judged])
             hidden = outputs.hidden[: len(rows)]
             together = None if together is None else together[: len(rows)].clone()
-        return States(logits, hidden, None if together is None else Tapped.side_by_side(together), span)
+        return Outputs(logits, hidden, None if together is None else TapStates.of_stacked(together), span)
 
     @torch.inference_mode()
     def read_ahead(
@@ -148,7 +148,7 @@ class GraphRunner(Runner):
     def draw_chains(
         self,
         draws: Draws,
-        starts: Sequence[Start],
+        starts: Sequence[ChainStart],
         logits: Float[Tensor, "starts vocab"] | None,
         ids: IdMap,
         states: bool = False,
@@ -164,7 +164,7 @@ class GraphRunner(Runner):
         return None if before is not None else self.chains_of(ids).draw(draws, starts, logits, texts, heads)
 
     def begin_chains(
-        self, judged: JudgedChains, starts: Sequence[Start], ids: IdMap, texts: UnreadTexts
+        self, judged: VerifiedChains, starts: Sequence[ChainStart], ids: IdMap, texts: UnreadTexts
     ) -> Download | None:
         """Launch the chains that follow the tokens accepted by a verdict; returns the copy of the verdict to the host,
         which does not wait for them. The next `draw_chains` uses them if it asks for the same."""
@@ -222,7 +222,8 @@ class GraphRunner(Runner):
         """Tables of this shape, with states if `width` is not 0; the same tensors every time for a captured shape."""
 
         def make(flat: Tensor | None = None) -> Inputs:
-            states = torch.zeros(shape.rows, width, dtype=self.decoder.stream, device=self.device) if width else None
+            sizes, dtype = (shape.rows, width), self.decoder.stream_dtype
+            states = torch.zeros(sizes, dtype=dtype, device=self.device) if width else None
             return Inputs(shape, self.device, states, flat)
 
         if not (shape.captured and self.graphs.enabled):
@@ -230,10 +231,10 @@ class GraphRunner(Runner):
         num_bytes = Inputs.size_of(shape) * torch.int32.itemsize
         return self.tables.take((shape, width), lambda: make(self.tables.buffer(num_bytes).view(torch.int32)))
 
-    def run(self, inputs: Inputs, taps: tuple[int, ...]) -> States:
+    def run(self, inputs: Inputs, taps: tuple[int, ...]) -> Outputs:
         """Run the pass over these tables, by a graph if the shape is captured."""
 
-        def body() -> States:
+        def body() -> Outputs:
             keep = self.graphs.keep_logits if inputs.shape.captured else Tensor.float
             return run_pass(self.decoder, self.ops, inputs, self.cache, taps, keep)
 

@@ -1,7 +1,6 @@
-"""TorchBackend: a decoder's layers by torch's operators on a CPU. All other backends are compared with it.
+"""TorchBackend: a decoder's layers by torch's operators on a CPU, the reference for all other backends.
 
-This file computes a layer; linear layers, attention and MLPs, in which the bits of a row do not depend on other rows,
-are in files of their own.
+The bits of a row do not depend on other rows. Linear layers, attention and MLPs are in other files of this folder.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from forerun.sampling.draws import Draws
 
 
 class TorchBackend:
-    """The backend of torch's operators on this CPU, used such that rows are independent."""
+    """The backend of torch's operators on CPUs."""
 
     @property
     def name(self) -> str:
@@ -37,11 +36,11 @@ class TorchBackend:
 
     @property
     def arithmetic(self) -> str:
-        """The instruction set, on which torch's row-wise functions depend, and the order of sums of its products."""
+        """The instruction set, on which torch's elementwise functions depend, and the order of sums in its products."""
         return f"{torch.backends.cpu.get_cpu_capability()} {order_of_sums()}"
 
     def linear(self, weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
-        """The fastest layer whose rows are independent on this machine."""
+        """The fastest layer that is batch-invariant on this machine."""
         return make_linear(weight, bias, quantize)
 
     def grouped(self, weight: GroupedWeight, bias: Bias | None = None) -> Linear:
@@ -55,7 +54,7 @@ class TorchBackend:
         return CappedLinear(head, limit)
 
     def executor(self, parts: DecoderParts) -> TorchExecutor:
-        """The executor of these layers, with the query rule for their shape."""
+        """The executor of these parts, with the query rule for their shape."""
         c, dtype = parts.config, parts.embedding.dtype
         rule = query_rule(c.heads, c.kv_heads, c.head_dim, dtype, torch.get_num_threads(), c.score_cap)
         return TorchExecutor(parts, rule)
@@ -71,14 +70,13 @@ class TorchExecutor:
 
     def __init__(self, parts: DecoderParts, rule: QueryRule) -> None:
         self.parts = parts
-        self.stream = parts.embedding.dtype
+        self.stream_dtype = parts.embedding.dtype
         self.query_rule = rule
-        self.num_chosen = 0
+        self.num_read = 0
 
     @property
     def num_experts_read(self) -> int:
-        """Number of experts read in all passes so far."""
-        return self.num_chosen
+        return self.num_read
 
     def norm_rows(self, x: Stream, gain: Float[Tensor, " hidden"]) -> Stream:
         return rms_norm(x, gain, self.parts.config.norm_eps)
@@ -100,13 +98,13 @@ class TorchExecutor:
             x = x + normed(added, attention.out_norm, c.norm_eps)
             added, num_read = run_mlp(mlp, inputs if mlp.parallel else normed(x, mlp.norm, c.norm_eps), total)
             x, inputs = x + normed(added, mlp.out_norm, c.norm_eps), None
-            self.num_chosen += num_read
+            self.num_read += num_read
         return x[:total]
 
     def rotations(
         self, layer: Attention, positions: Int[Tensor, " total"], rows: int
     ) -> tuple[Float[Tensor, "rows turned head_dim"], Float[Tensor, "rows turned head_dim"]]:
-        """Cosines and sines of positions for a layer, padded to `rows`: for all heads together, or for each."""
+        """Cosines and sines of these positions for a layer, padded to `rows`: for all heads together, or for each."""
         c, heads = self.parts.config, [(layer.rope_start, 1)]
         if layer.query_rope_start != layer.rope_start:
             heads = [(layer.query_rope_start, c.heads), (layer.rope_start, c.kv_heads)]
@@ -125,7 +123,7 @@ class TorchExecutor:
         store: tuple[Tensor, Tensor],
         rope: tuple[Tensor, Tensor],
     ) -> Float[Tensor, "total heads head_dim"]:
-        """The rotated queries of normed rows `x`; their keys and values go to `store`; `rope` are cosines and sines."""
+        """The rotated queries of normed rows `x`; writes keys and values to `store`. `rope` are cosines and sines."""
         c, total, (keys, values) = self.parts.config, len(batch.tokens), store
         qkv = layer.qkv(x).view(len(x), -1, c.head_dim)
         rotated, value = qkv[:, : c.heads + c.kv_heads], qkv[:total, c.heads + c.kv_heads :]
