@@ -6,7 +6,7 @@ or tries another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,6 +24,7 @@ FINE = 16  # draft tokens that are added one by one; if there are many more, the
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
 Choice = Sequence[Assignment | None]  # for every row
+DraftToken = tuple[float, int, int, DraftOption]  # minus its survival, its depth, its row, and the row's option
 
 
 @dataclass(slots=True)
@@ -200,13 +201,26 @@ class Weighing:
                     yield self.deepest(chosen)
 
     def deepest(self, chosen: Sequence[DraftOption | None]) -> Planned:
-        """The best depths of rows with these options: draft tokens are added one by one, the likeliest first."""
+        """The best depths of rows with these options: draft tokens are added one by one, the likeliest first.
+
+        If no draft token is worth adding in this order, whole depths may be: a drafting step costs little more for
+        several rows than for one.
+        """
+        planned = self.deepened(chosen, lambda token: token[:3])
+        if any(planned.choice) or not any(chosen):
+            return planned
+        by_depth = self.deepened(chosen, lambda token: (token[1], token[0], token[2]))
+        return max(planned, by_depth, key=lambda each: each.tokens_per_s)
+
+    def deepened(
+        self, chosen: Sequence[DraftOption | None], order: Callable[[DraftToken], tuple[float, ...]]
+    ) -> Planned:
+        """The best depths if draft tokens are added in this order."""
         if not any(chosen):
-            return Planned(
-                [None] * len(chosen), len(chosen) / max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
-            )
+            plain_s = max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
+            return Planned([None] * len(chosen), len(chosen) / plain_s)
         drafts = self.drafts([option for option in chosen if option], len(chosen))
-        tokens: list[tuple[float, int, int, DraftOption]] = []
+        tokens: list[DraftToken] = []
         for row, option in enumerate(chosen):
             if option is not None and option.free:
                 tokens += [(-chance, depth, row, option) for depth, chance in enumerate(option.survival, 1)]
@@ -214,7 +228,7 @@ class Weighing:
                 drafts.deepen(row, option, option.budget.depth, option.gain)
         best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(tokens) // FINE)
         rest = -sum(token[0] for token in tokens)
-        for number, (chance, depth, row, option) in enumerate(sorted(tokens, key=lambda token: token[:3]), 1):
+        for number, (chance, depth, row, option) in enumerate(sorted(tokens, key=order), 1):
             drafts.deepen(row, option, depth, -chance)
             rest += chance
             if number <= FINE or number % step == 0 or number == len(tokens):
