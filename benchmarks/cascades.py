@@ -61,14 +61,14 @@ class Probe(MeasuredLengths):
         """Keep it."""
         self.timings.append(timing)
 
-    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
+    def record_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
         """The pair shows it."""
 
     def inner(self, alone_s: float) -> tuple[int, float]:
         """The best inner length, and what a token of the judge's then costs; it takes `alone_s` by itself."""
         accepted = [self.hits[depth] / self.offers[depth] for depth in sorted(self.offers)]
         passes = straight([(t.num_tokens, t.pass_s) for t in self.timings])
-        drafts = straight([(t.num_guesses, t.draft_s) for t in self.timings if t.num_guesses], flat=False)
+        drafts = straight([(t.num_drafted, t.draft_s) for t in self.timings if t.num_drafted], flat=False)
 
         def round_s(length: int) -> float:
             return passes(length + 1) + drafts(length) if length else alone_s

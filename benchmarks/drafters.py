@@ -87,9 +87,9 @@ class Mode:
         if self.drafter is not None:
             observe = self.drafter.observe
 
-            def observed(news: Committed) -> None:
+            def observed(committed: Committed) -> None:
                 started_s = time.perf_counter()
-                observe(news)
+                observe(committed)
                 self.told_s += time.perf_counter() - started_s
 
             self.drafter.observe = observed  # type: ignore[method-assign]

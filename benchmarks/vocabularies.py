@@ -47,7 +47,7 @@ def main() -> None:
     way = plan_translation(DraftContext(target, target.tokenizer()), foreign)
     if way is None:
         raise SystemExit(f"{options.folder} has the tokenizer of {options.target}: there is nothing to translate")
-    shared = shared_ids(way.target, way.own)
+    shared = shared_ids(way.target, way.drafter)
     print(
         f"{len(shared)} of {way.target.num_ids} tokens are shared, of weight {shared_weight(way.target, shared):.3f}\n"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forerun.draft.auto import AUTO_DRAFT, beside, settled
+from forerun.draft.auto import AUTO_DRAFT, records_of, resolve_auto
 from forerun.draft.spec import DraftSpec
 from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED
@@ -93,8 +93,8 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
 
 def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFacts]:
     """What drafts for a target: what `auto` takes, trained drafters, its own MTP modules, models, and the text."""
-    yield DrafterFacts(AUTO_DRAFT, f"takes {settled(DraftSpec(AUTO_DRAFT), target)}")
-    for folder, record in beside(target):
+    yield DrafterFacts(AUTO_DRAFT, f"takes {resolve_auto(DraftSpec(AUTO_DRAFT), target)}")
+    for folder, record in records_of(target):
         tokens = max(record.tokens_per_round)
         yield DrafterFacts(str(record.spec(folder)), f"{tokens:.2f} tokens per round when it was trained")
     if find_modules(target.checkpoint(target.dtype).stored, target.config.layers) is not None:

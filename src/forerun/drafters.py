@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forerun.did_you_mean import nearest
-from forerun.draft.auto import AUTO_DRAFT, settled
+from forerun.draft.auto import AUTO_DRAFT, resolve_auto
 from forerun.draft.base import Drafter
 from forerun.draft.many.cascade import plan_cascade
 from forerun.draft.many.mix import plan_mix
@@ -52,7 +52,7 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
-    AUTO_DRAFT: lambda spec, context: plan(settled(spec, context.target), context),
+    AUTO_DRAFT: lambda spec, context: plan(resolve_auto(spec, context.target), context),
     "cascade": lambda spec, context: plan_cascade(spec, context, plan),
     "mix": lambda spec, context: plan_mix(spec, context, plan),
     "model": plan_model,

@@ -30,7 +30,7 @@ from forerun.config import (
 from forerun.control.controller import Controller
 from forerun.control.forecast import Forecast, forecast_line, forecasts
 from forerun.device import Placement
-from forerun.draft.auto import settled_draft
+from forerun.draft.auto import resolved_draft
 from forerun.draft.base import MERGED, Drafter
 from forerun.draft.plan import DraftContext, DraftPlan, check_drafter
 from forerun.drafters import draft_label, plan_drafter
@@ -124,7 +124,7 @@ class LLM:
             memory_bytes = memory_of(memory_bytes, gpu_memory_utilization, target.placement.device)
             self.tokenizer: Tokenizer = target.tokenizer()
             self.generation_defaults = generation_defaults(generation_config, target.folder)
-            draft = settled_draft(draft, target)
+            draft = resolved_draft(draft, target)
             drafter = draft_plan(draft, DraftContext(target, self.tokenizer, report))
             self.name, self.draft_name = target.name, draft_label(draft)
             self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.backend_and_ranks

@@ -28,7 +28,7 @@ from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
-SPELLED = ("auto", "ngram", "suffix", "model:DIR", *(kind.spelled for kind in HEADS.values()), "cascade[A,B]")
+SPELLED = ("auto", "ngram", "suffix", "model:DIR", *(kind.syntax for kind in HEADS.values()), "cascade[A,B]")
 DRAFTERS = f"{', '.join(SPELLED)} or mix[A,B]"
 DRAFTER_BEGINNINGS = (
     *(re.split(r"(?<=[:[])|,", spelled)[0] for spelled in (*SPELLED, "mix[A,B]")),

@@ -421,7 +421,7 @@ def test_passes_of_members_alone_are_tried_while_trees_are_merged() -> None:
 def test_what_came_true_in_a_round_counts_once() -> None:
     """Also where rounds behind it fail, so that the same is told again."""
     controller = priced(0.1, [0.0, 0.0])
-    own = {name: Outlook([0], [AMPLE], came_true=[(4, 3)]) for name in NAMES[:2]}
+    own = {name: Outlook([0], [AMPLE], merged_runs=[(4, 3)]) for name in NAMES[:2]}
     told = Outlook([0], [AMPLE], drafters=own)
     budgets(controller, [Speculation(4, drafter=MERGED)], outlook_of([[9], [9]], [None, None]))
     controller.record(Outcome([RowOutcome(0, 8, 4, 3, 4, 2)], 0, 0.0, 0.1, 0.0, [0.1, 0.1]))

@@ -63,7 +63,7 @@ class World:
         for i, (name, chance, told) in enumerate(zip(NAMES, self.chances, self.told, strict=False)):
             runs = [row[i] for row in came_true]
             estimate = estimates([chance] * batch) if told else None
-            own[name] = Outlook([0] * batch, [AMPLE] * batch, estimate, came_true=runs)
+            own[name] = Outlook([0] * batch, [AMPLE] * batch, estimate, merged_runs=runs)
         if not self.is_mix:
             return own[NAMES[0]]
         return Outlook([0] * batch, [AMPLE] * batch, drafters=own)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forerun.draft.auto import NAMES, RECORD, DrafterRecord, settled
+from forerun.draft.auto import NAMES, RECORD, DrafterRecord, resolve_auto
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import PLANNERS
 from forerun.errors import UnknownDrafter
@@ -42,10 +42,10 @@ def test_the_greatest_predicted_speed_up_wins_inside_the_targets_folder_and_next
     put(family / "a", target, tokens_per_round=(9.0,))
     best = put(family / "b", target, drafter="early-exit", argument="2:", speed_up=1.3)
     put(family / "c", target, speed_up=1.25)
-    assert settled(AUTO, target) == DraftSpec("early-exit", argument=f"2:{best}")
+    assert resolve_auto(AUTO, target) == DraftSpec("early-exit", argument=f"2:{best}")
     inside = put(target.folder / "mine", target, drafter="eagle", speed_up=1.4)
-    assert settled(AUTO, target) == DraftSpec("eagle", argument=str(inside))
-    mixed = settled(parse_spec("mix[suffix,auto]"), target)
+    assert resolve_auto(AUTO, target) == DraftSpec("eagle", argument=str(inside))
+    mixed = resolve_auto(parse_spec("mix[suffix,auto]"), target)
     assert mixed.members == (DraftSpec("suffix"), DraftSpec("eagle", argument=str(inside)))
 
 
@@ -54,18 +54,18 @@ def test_what_was_not_timed_is_taken_only_where_nothing_timed_pays(target: Bluep
     put(family / "timed", target, speed_up=0.9, tokens_per_round=(9.0,))
     put(family / "few", target, speed_up=None, tokens_per_round=(1.5, 1.6))
     many = put(family / "many", target, speed_up=None, tokens_per_round=(1.4, 1.8))
-    assert settled(AUTO, target) == DraftSpec("medusa", argument=str(many))
+    assert resolve_auto(AUTO, target) == DraftSpec("medusa", argument=str(many))
     pays = put(family / "pays", target, speed_up=1.01)
-    assert settled(AUTO, target) == DraftSpec("medusa", argument=str(pays))
+    assert resolve_auto(AUTO, target) == DraftSpec("medusa", argument=str(pays))
 
 
 @pytest.mark.parametrize(
     "values", [{"target": "another"}, {"speed_up": 1.0}, {"speed_up": 0.7}, {"tokens_per_round": ()}]
 )
 def test_where_nothing_is_of_use_it_is_suffix(values: dict[str, object], target: Blueprint) -> None:
-    assert settled(AUTO, target) == DraftSpec("suffix")
+    assert resolve_auto(AUTO, target) == DraftSpec("suffix")
     put(target.folder.parent / "a", target, **values)
-    assert settled(AUTO, target) == DraftSpec("suffix")
+    assert resolve_auto(AUTO, target) == DraftSpec("suffix")
 
 
 def test_a_drafter_is_found_for_every_number_format_of_its_target_and_for_no_other_model(
@@ -80,9 +80,9 @@ def test_a_drafter_is_found_for_every_number_format_of_its_target_and_for_no_oth
     for tensors, expected in ((source, own), (rounded, own), (other, None)):
         save_file(tensors, target.folder / "model.safetensors", {"format": "pt"})
         again = Blueprint.of(str(target.folder))
-        assert settled(parse_spec("mix[ngram,auto]"), again).members[1] == (expected or DraftSpec("suffix"))
+        assert resolve_auto(parse_spec("mix[ngram,auto]"), again).members[1] == (expected or DraftSpec("suffix"))
         mixed = DraftSpec("suffix") if expected is None else DraftSpec("mix", members=(DraftSpec("suffix"), own))
-        assert settled(AUTO, again) == mixed
+        assert resolve_auto(AUTO, again) == mixed
 
 
 @pytest.mark.parametrize("values", [{"drafter": "telepathy"}, {"mixed_with": "telepathy:2"}], ids=str)
@@ -90,10 +90,10 @@ def test_a_record_of_a_newer_versions_drafter_is_left_out_with_a_warning(
     values: dict[str, object], target: Blueprint, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(target.folder.parent / "newer", target, speed_up=9.0, **values)
-    assert settled(AUTO, target) == DraftSpec("suffix")
-    assert "newer/drafter.json is left out: it needs the drafter telepathy" in caplog.text
+    assert resolve_auto(AUTO, target) == DraftSpec("suffix")
+    assert "newer/drafter.json is ignored: it names the drafter telepathy" in caplog.text
     known = put(target.folder.parent / "known", target)
-    assert settled(AUTO, target) == DraftSpec("medusa", argument=str(known))
+    assert resolve_auto(AUTO, target) == DraftSpec("medusa", argument=str(known))
     assert set(NAMES) == PLANNERS.keys() - {"auto", "cascade", "mix"}
 
 
@@ -107,7 +107,7 @@ def test_a_damaged_record_and_one_with_a_value_that_cannot_be_are_none(
     file = put(target.folder.parent / "a", target) / RECORD
     file.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(file.read_text()) | damage))
     assert DrafterRecord.read(file.parent) is None
-    assert settled(AUTO, target) == DraftSpec("suffix")
+    assert resolve_auto(AUTO, target) == DraftSpec("suffix")
 
 
 def test_a_record_is_read_as_it_was_written(target: Blueprint, tmp_path: Path) -> None:

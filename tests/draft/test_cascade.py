@@ -14,7 +14,7 @@ import torch
 from draft.rounds import Row, committed, draws_of
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.many.cascade import FIRST, CascadeDrafter, MeasuredLengths, RoundTiming
+from forerun.draft.many.cascade import FIRST_LENGTH, CascadeDrafter, MeasuredLengths, RoundTiming
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.economy import MOST, best_depth, cost_per_token
@@ -304,7 +304,7 @@ def test_lengths_are_told_what_rounds_took_and_gave(
     assert runs == [(3, 3), (3, 3), (1, 1)]
     assert timings == []
     draft = drafter.propose(draws_of(rows, VOCAB), [Budget(6), Budget(4)])
-    assert [(t.num_guesses, t.num_tokens) for t in timings] == [(3, 8), (1, 2)]
+    assert [(t.num_drafted, t.num_tokens) for t in timings] == [(3, 8), (1, 2)]
     assert all(min(t.draft_s, t.pass_s) > 0 for t in timings)
     assert 0 < draft.pass_s <= sum(t.draft_s + t.pass_s for t in timings)
 
@@ -360,10 +360,10 @@ def test_what_was_given_up_is_tried_again() -> None:
 
 def test_before_anything_was_measured() -> None:
     lengths = MeasuredLengths()
-    assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST, FIRST, 2]
+    assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST_LENGTH, FIRST_LENGTH, 2]
     lengths.time(RoundTiming(0, 0.0, 3, 0.1))
-    assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST, FIRST, 2]
-    assert len(lengths.together.rates()) == MOST
+    assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST_LENGTH, FIRST_LENGTH, 2]
+    assert len(lengths.overall.rates()) == MOST
 
 
 def test_no_more_is_asked_for_than_is_of_use() -> None:
@@ -398,5 +398,5 @@ def test_the_judge_goes_on_alone_where_that_costs_less() -> None:
         lengths.time(RoundTiming(1, 0.04, 2, 0.1))
     assert lengths.best([0], [MOST])[0] >= 1  # 0.14 for 1.5 tokens
     for _ in range(3):
-        lengths.went_alone([0], 10, 0.8)
+        lengths.record_alone([0], 10, 0.8)
     assert lengths.best([0], [MOST])[0] == 0

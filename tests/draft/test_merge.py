@@ -13,7 +13,7 @@ import pytest
 
 from draft.rounds import Row, committed
 from forerun.draft.base import Budget
-from forerun.draft.many.mix import add_guess, came_true, merge, mixed_root
+from forerun.draft.many.mix import add_node, judged_run, merge, mixed_root
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.kernels.sampling import find_sampling_kernels
@@ -38,7 +38,7 @@ def random_tree(rng: random.Random, num: int, vocab: int, arm: int, chance: Call
         parent = rng.randrange(len(paths))
         path = (*paths[parent], rng.randrange(vocab))
         if path not in paths:
-            add_guess(tree, path[-1], parent, chance(path), arm)
+            add_node(tree, path[-1], parent, chance(path), arm)
             paths.append(path)
     return tree
 
@@ -106,7 +106,7 @@ def expected_accepted(tree: HostTree, law: Model, root: int, vocab: int, depth: 
     """By every string that the target may say."""
     chance, total = chance_of(law, root), 0.0
     for said in itertools.product(range(vocab), repeat=depth):
-        total += chance(said) * came_true(tree, said)[1]
+        total += chance(said) * judged_run(tree, said)[1]
     return total
 
 
@@ -116,7 +116,7 @@ def cut_short(trees: Sequence[HostTree], budget: Budget) -> HostTree:
     for tree in trees:
         for path in tree.paths()[1:]:
             if path not in paths and len(merged.tokens) <= budget.nodes:
-                add_guess(merged, path[-1], paths.index(path[:-1]), 1.0, 0)
+                add_node(merged, path[-1], paths.index(path[:-1]), 1.0, 0)
                 paths.append(path)
     return merged
 
@@ -177,6 +177,6 @@ def test_on_real_text_it_accepts_no_less_than_any_member_alone(temperature: floa
             tree = mix.propose(draws, [budget] * len(rows)).tree
         grown = tree.host()
         assert max(len(own.tokens) for own in grown) <= 1 + num
-        accepted.append(sum(came_true(own, said)[1] for own, said in zip(grown, ahead, strict=True)))
+        accepted.append(sum(judged_run(own, said)[1] for own, said in zip(grown, ahead, strict=True)))
     *alone, merged = accepted
     assert merged >= max(alone) > len(rows) / 4, accepted

@@ -13,7 +13,7 @@ from draft.rounds import Beside, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.many.mix import ANY_SURVIVAL, MixDrafter, add_guess, came_true, merge, mixed_root
+from forerun.draft.many.mix import ANY_SURVIVAL, MixDrafter, add_node, judged_run, merge, mixed_root
 from forerun.draft.plan import DraftContext
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.draft.text.suffix import SuffixDrafter
@@ -79,7 +79,7 @@ def branches(draft: Draft, row: int, arm: int, chances: Tensor | None = None) ->
     tree = mixed_root(tokens[0], arm)
     for node in range(1, len(tokens)):
         if tokens[node] >= 0:
-            number[node] = add_guess(tree, tokens[node], number[parents[node]], float(survival[row, node]), arm)
+            number[node] = add_node(tree, tokens[node], number[parents[node]], float(survival[row, node]), arm)
     return tree
 
 
@@ -217,7 +217,7 @@ def test_who_is_seldom_right_counts_for_less() -> None:
         mix.observe(committed([Row(0, text)], [before]))
     assert kept[0] == [9, 4]  # believed alike
     assert kept[-1] == [4, 5]
-    assert not mix.guessed
+    assert not mix.merged
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -232,7 +232,7 @@ def test_what_came_true_is_what_a_walk_finds(seed: int) -> None:
     said = tuple(rng.randrange(3) for _ in range(4))
     right = max(n for n in range(5) if said[:n] in paths)
     offered = right + any(len(path) > right and path[:right] == said[:right] for path in paths)
-    assert came_true(tree, said) == (min(offered, 4), right)
+    assert judged_run(tree, said) == (min(offered, 4), right)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -243,7 +243,7 @@ def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed
     mix = MixDrafter([Noted(own) for own in guesses], ["a", "b"])
     texts = {0: [1, 2], 1: [1, 3]}
     mix.observe(committed([Row(seq_id, text) for seq_id, text in texts.items()]))
-    assert all(not own.came_true for own in mix.outlook([0, 1]).drafters.values())
+    assert all(not own.merged_runs for own in mix.outlook([0, 1]).drafters.values())
     for _ in range(12):
         budgets = [
             rng.choice([Budget(3, 2, 6, 2), Budget(3, drafter=0), Budget(3, drafter=1), Budget(0)]) for _ in texts
@@ -262,7 +262,7 @@ def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed
             texts[seq_id] = [*text, *said]
             rows.append(Row(seq_id, texts[seq_id]))
         mix.observe(committed(rows, before))
-        found = [list(own.came_true) or [(0, 0)] * 2 for own in mix.outlook([0, 1]).drafters.values()]
+        found = [list(own.merged_runs) or [(0, 0)] * 2 for own in mix.outlook([0, 1]).drafters.values()]
         assert found == list(expected.values())
 
 

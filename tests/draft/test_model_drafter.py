@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draft.rounds import Row, committed, draws_of
-from forerun.draft.base import Budget, Committed, Draft, Judge, JudgeLogits, Question
+from forerun.draft.base import Budget, ChainToJudge, Committed, Draft, Judge, JudgeLogits
 from forerun.draft.model.follower import CHUNK_TOKENS, TAIL_TOKENS
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.chains import Chains
@@ -223,11 +223,11 @@ def anew(loaded: Runner, text: Sequence[int], num_judged: int) -> torch.Tensor:
     return runner.read([Read(0, text, judged=range(len(text) - num_judged, len(text)))]).logits
 
 
-def check(loaded: Runner, texts: dict[int, list[int]], questions: Sequence[Question], judged: JudgeLogits) -> None:
-    """Every answer, packed in the order of the questions, is that of a fresh runner."""
+def check(loaded: Runner, texts: dict[int, list[int]], chains: Sequence[ChainToJudge], judged: JudgeLogits) -> None:
+    """Every answer, packed in the order of the chains, is that of a fresh runner."""
     expected = [
-        anew(loaded, [*texts[q.seq_id][:-1], *q.late, *q.guesses], 1 + len(q.guesses))
-        for q in (questions[i] for i in judged.answered)
+        anew(loaded, [*texts[chain.seq_id][:-1], *chain.after_text, *chain.draft_tokens], 1 + len(chain.draft_tokens))
+        for chain in (chains[i] for i in judged.indices)
     ]
     assert torch.equal(judged.logits, torch.cat([*expected, torch.empty(0, VOCAB)]))
 
@@ -235,7 +235,7 @@ def check(loaded: Runner, texts: dict[int, list[int]], questions: Sequence[Quest
 @pytest.mark.short("0", "1", "2")
 @pytest.mark.parametrize("seed", range(6))
 def test_logits_are_those_of_reading_all_anew(loaded: Runner, seed: int) -> None:
-    """Questions that go on from others, drafts between them, and text that becomes final as asked or otherwise."""
+    """Chains that go on from others, drafts between them, and text that becomes final as asked or otherwise."""
     rng = random.Random(seed)
     judge = judge_of(loaded, 2048 if seed % 2 else 384)
     texts = {s: [1, *some(rng, 40)] for s in range(4)}
@@ -243,14 +243,14 @@ def test_logits_are_those_of_reading_all_anew(loaded: Runner, seed: int) -> None
     emitted: dict[int, list[int]] = {s: [] for s in texts}
     for _ in range(25):
         chosen = rng.sample(sorted(texts), rng.randint(1, 4))
-        questions = [Question(s, [texts[s][-1], *emitted[s]], some(rng, 5)) for s in chosen]
-        judged = judge.judge(questions)
+        chains = [ChainToJudge(s, [texts[s][-1], *emitted[s]], some(rng, 5)) for s in chosen]
+        judged = judge.judge(chains)
         assert judged.pass_s > 0
-        assert list(judged.answered) == sorted(judged.answered)
-        assert len(judged.answered) == len(questions) or seed % 2 == 0
-        check(loaded, texts, questions, judged)
-        for question in questions:
-            emitted[question.seq_id] += [*question.guesses[: rng.randint(0, 5)], *some(rng, 1)]
+        assert list(judged.indices) == sorted(judged.indices)
+        assert len(judged.indices) == len(chains) or seed % 2 == 0
+        check(loaded, texts, chains, judged)
+        for chain in chains:
+            emitted[chain.seq_id] += [*chain.draft_tokens[: rng.randint(0, 5)], *some(rng, 1)]
         what = rng.random()
         rows = [Row(s, texts[s]) for s in chosen]
         if what < 0.2:
@@ -265,10 +265,10 @@ def test_logits_are_those_of_reading_all_anew(loaded: Runner, seed: int) -> None
         assert set(judge.runner.tails) <= {s for s in texts if judge.sequences[s].tail}
 
 
-def test_what_a_question_goes_on_from_is_not_read_again(loaded: Runner) -> None:
+def test_what_a_chain_goes_on_from_is_not_read_again(loaded: Runner) -> None:
     judge, text = judge_of(loaded), [1, *range(3, 33)]
     judge.observe(committed([Row(0, text)]))
-    judge.judge([Question(0, [32], [5, 6, 7])])
+    judge.judge([ChainToJudge(0, [32], [5, 6, 7])])
     for late, guesses, num_read in (
         ([32, 5, 6, 9], [8], 2),  # two guesses stand: the new root, and the new guess
         ([32, 5, 6, 9, 8], [], 1),  # the last token's logits are wanted, so it is read once more
@@ -277,19 +277,19 @@ def test_what_a_question_goes_on_from_is_not_read_again(loaded: Runner) -> None:
         ([32], [1, 1, 1], 4),
     ):
         before = judge.runner.num_read
-        judge.judge([Question(0, late, guesses)])
+        judge.judge([ChainToJudge(0, late, guesses)])
         assert judge.runner.num_read - before == num_read
 
 
-def test_questions_without_room_are_not_answered(loaded: Runner) -> None:
+def test_chains_without_room_are_not_judged(loaded: Runner) -> None:
     """The others are, and nobody is the worse for it."""
     judge = judge_of(loaded, 128)  # two blocks
     rows = [Row(s, [1, *range(3, 40)]) for s in range(3)] + [Row(3, [1] * 300)]
     texts = {row.seq_id: list(row.text) for row in rows}
     judge.observe(committed(rows))
-    questions = [Question(s, [texts[s][-1]], [4, 5]) for s in (2, 3, 1, 0)]
-    judged = judge.judge(questions)
-    assert judged.answered == [2, 3]  # the youngest gives way, and one is longer than the context
-    check(loaded, texts, questions, judged)
-    assert judge.judge([Question(0, [39], range(4, 400))]).answered == []
+    chains = [ChainToJudge(s, [texts[s][-1]], [4, 5]) for s in (2, 3, 1, 0)]
+    judged = judge.judge(chains)
+    assert judged.indices == [2, 3]  # the youngest gives way, and one is longer than the context
+    check(loaded, texts, chains, judged)
+    assert judge.judge([ChainToJudge(0, [39], range(4, 400))]).indices == []
     assert isinstance(judge, Judge)

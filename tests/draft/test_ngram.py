@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import AUTO_DEPTH
 from forerun.draft.base import Budget, Committed
-from forerun.draft.text.ngram import BELIEF, FADING, WEIGHT, NgramDrafter
+from forerun.draft.text.ngram import FADING, PRIOR_COUNT, PRIOR_RATE, NgramDrafter
 
 LETTERS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 LENGTHS = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda t: (t[0], t[0] + t[1]))
@@ -69,7 +69,7 @@ def rate(counted: list[tuple[int, bool]], n: int, belief: float, fading: float =
     """How often matches of n tokens were right, the last of them counting most."""
     own = [right for length, right in counted if length == n][::-1]
     met, right = (sum(fading**i * x for i, x in enumerate(xs)) for xs in ([1] * len(own), own))
-    return (right + WEIGHT * belief) / (met + WEIGHT)
+    return (right + PRIOR_COUNT * belief) / (met + PRIOR_COUNT)
 
 
 @given(text=LETTERS, others=LETTERS, lengths=LENGTHS, seed=st.integers(0, 99), depth=st.integers(1, 9))
@@ -87,12 +87,12 @@ def test_it_expects_what_matches_of_a_length_have_given(
     own = matches(text, min_n, max_n)
     every = matches(others, min_n, max_n) + own
     along = [min(last[-1] + i, max_n) for i in range(AUTO_DEPTH)] if last else []
-    beliefs = [rate(every, n, BELIEF, FADING) for n in along]
+    beliefs = [rate(every, n, PRIOR_RATE, FADING) for n in along]
     chances = [rate(own, n, belief) for n, belief in zip(along, beliefs, strict=True)]
     estimate = drafter.outlook([5]).estimate
     assert estimate is not None
     assert estimate(0, 0.0) == pytest.approx([math.prod(chances[: i + 1]) for i in range(len(chances))])
-    alone = [rate(own, n, BELIEF) for n in along]
+    alone = [rate(own, n, PRIOR_RATE) for n in along]
     survival = [math.prod(alone[: i + 1]) for i in range(depth)] if last else []
     for price in (1e-9, 0.2):
         draft = drafter.propose(draws_of([row], VOCAB), [Budget(depth, min_survival=price)])

@@ -8,7 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forerun.draft.plan import DraftContext
-from forerun.draft.text.ngram_table import DISCOUNT, FILE, LEAST_CHANCE, MOST_OFFERS, ORDER, NgramTable, write_ngrams
+from forerun.draft.text.ngram_table import (
+    DISCOUNT,
+    FILE,
+    LEAST_CHANCE,
+    MOST_CONTINUATIONS,
+    ORDER,
+    NgramTable,
+    write_ngrams,
+)
 from forerun.drafters import plan_drafter
 from forerun.errors import ForerunError, PastFileError, VocabularyMismatch
 from forerun.models.loading import Blueprint
@@ -31,7 +39,7 @@ def expected(texts: list[tuple[list[int], int]], context: list[int]) -> dict[int
         total = times.total()
         rest = DISCOUNT * len(times) / total
         chances = {w: max(0.0, times[w] - DISCOUNT) / total + rest * chances.get(w, 0.0) for w in {*times, *chances}}
-        likely = sorted(((-c, w) for w, c in chances.items() if c >= LEAST_CHANCE))[:MOST_OFFERS]
+        likely = sorted(((-c, w) for w, c in chances.items() if c >= LEAST_CHANCE))[:MOST_CONTINUATIONS]
         chances = {w: -minus for minus, w in likely}
     return chances
 
@@ -42,7 +50,7 @@ def test_chances_are_those_of_the_definition(
     tmp_path: Path, texts: list[tuple[list[int], int]], context: list[int]
 ) -> None:
     write_ngrams(tmp_path, texts, "v")
-    found = dict(NgramTable.read(tmp_path, "v").offers(context))
+    found = dict(NgramTable.read(tmp_path, "v").continuations(context))
     assert found == pytest.approx(expected(texts, context), abs=1 / 255)
 
 

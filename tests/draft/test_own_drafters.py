@@ -41,7 +41,7 @@ def of(kind: type[Resting], **parts: object) -> Any:
     ("drafter", "problem"),
     [
         (5, "5 is neither a specification, such as 'ngram', nor a Drafter: it has no taps"),
-        (Resting, r"but a class: give an object of it, as in Resting\(\)"),
+        (Resting, r"but a class: pass an instance, as in Resting\(\)"),
         (of(Resting, names="mine"), "its names, 'mine', must be a tuple of strings"),
         (of(Resting, names=()), r"its names, \(\), must be a tuple of strings"),
         (of(Resting, taps="all"), "its taps, 'all', must be a tuple of numbers from -1 to 5"),

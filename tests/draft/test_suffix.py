@@ -16,8 +16,8 @@ from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import AUTO_DEPTH
 from forerun.draft.base import Budget, Draft
 from forerun.draft.text.ngram_table import NgramTable, write_ngrams
-from forerun.draft.text.suffix import LEAST, WEIGHTS, SuffixDrafter
-from forerun.draft.text.suffix_past import Past
+from forerun.draft.text.suffix import LEAST_SURVIVAL, WEIGHTS, SuffixDrafter
+from forerun.draft.text.suffix_past import PastAnswers
 from forerun.draft.text.suffix_tree import LEAST_SHARE, Leaf, Node
 from forerun.tree import survival_of
 from kit.unchecked import unchecked
@@ -55,7 +55,7 @@ def chances(
     for n, _, texts in sorted(contexts, key=lambda context: context[:2]):
         counts.append((n, Counter({w: occurrences(texts, (*whole[-n:], w)) for w in range(VOCAB)})))
     found = {w: 0.0 for _, times in counts for w in times if times[w] and times[w] / times.total() >= LEAST_SHARE}
-    found |= {} if table is None else dict(table.offers(whole))
+    found |= {} if table is None else dict(table.continuations(whole))
     for n, times in counts:
         weight = WEIGHTS[min(n, len(WEIGHTS)) - 1]
         found = {w: (weight * chance + times[w]) / (times.total() + weight) for w, chance in found.items()}
@@ -67,7 +67,7 @@ def oracle(
 ) -> dict[Path, float]:
     """The likeliest of all paths, best first, and how likely each is."""
     best: dict[Path, float] = {(): 1.0}
-    least = max(LEAST, budget.min_survival)
+    least = max(LEAST_SURVIVAL, budget.min_survival)
     while len(best) <= budget.nodes:
         further = [
             (best[path] * chance, -number, -token, path)
@@ -95,7 +95,7 @@ def drafter_of(
     past: Sequence[Sequence[int]], depth: int, tenant: str = "", table: NgramTable | None = None
 ) -> SuffixDrafter:
     """A drafter that knows these past answers."""
-    drafter = SuffixDrafter(Past(depth), table)
+    drafter = SuffixDrafter(PastAnswers(depth), table)
     for i, answer in enumerate(past):
         drafter.past.add(1000 + i, tenant, answer)
     return drafter
@@ -191,8 +191,8 @@ def test_a_text_that_nobody_owns_stays_out_of_every_past() -> None:
 @given(st.lists(st.tuples(st.sampled_from("ab"), LETTERS, st.integers(0, 3)), min_size=2, max_size=12))
 def test_what_other_tenants_say_changes_nothing(traffic: list[tuple[str, list[int], int]]) -> None:
     """Every draft and every estimate is the same in mixed traffic and in one's own alone."""
-    mixed = SuffixDrafter(Past(8))
-    alone = {"a": SuffixDrafter(Past(8)), "b": SuffixDrafter(Past(8))}
+    mixed = SuffixDrafter(PastAnswers(8))
+    alone = {"a": SuffixDrafter(PastAnswers(8)), "b": SuffixDrafter(PastAnswers(8))}
     with unchecked():
         for seq_id, (tenant, text, num_prompt) in enumerate(traffic):
             row = Row(seq_id, text, tenant, num_prompt)

@@ -1,4 +1,4 @@
-"""Past answers on disk: nothing is lost when a process dies, and no file is harmed that is not understood."""
+"""PastAnswers answers on disk: nothing is lost when a process dies, and no file is harmed that is not understood."""
 
 import os
 import random
@@ -15,7 +15,7 @@ import pytest
 from forerun.draft.plan import DraftContext
 from forerun.draft.text import suffix_past
 from forerun.draft.text.suffix import SuffixDrafter
-from forerun.draft.text.suffix_past import SLACK, Past, PastFile, write_all
+from forerun.draft.text.suffix_past import SLACK, PastAnswers, PastFile, write_all
 from forerun.drafters import plan_drafter
 from forerun.errors import PastFileError, UnknownDrafter, VocabularyMismatch
 from forerun.models.loading import Blueprint
@@ -29,12 +29,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "answers.jsonl"
 
 
-def opened(path: Path, max_bytes: int = 1 << 20, vocabulary: str = "v") -> Past:
+def opened(path: Path, max_bytes: int = 1 << 20, vocabulary: str = "v") -> PastAnswers:
     """The past as a process that starts finds it."""
-    return Past(6, max_bytes, PastFile(path, vocabulary))
+    return PastAnswers(6, max_bytes, PastFile(path, vocabulary))
 
 
-def contents(past: Past) -> list[tuple[str, str, list[int]]]:
+def contents(past: PastAnswers) -> list[tuple[str, str, list[int]]]:
     return [(kept.name, kept.tenant, list(kept.tokens)) for kept in past.answers.values()]
 
 
@@ -42,7 +42,7 @@ def answer(dice: random.Random) -> list[int]:
     return [dice.randrange(3) for _ in range(dice.randrange(1, 20))]
 
 
-def fill(past: Past, count: int, seed: int = 0) -> None:
+def fill(past: PastAnswers, count: int, seed: int = 0) -> None:
     dice = random.Random(seed)
     for seq_id in range(count):
         past.add(seq_id, dice.choice(TENANTS), answer(dice))
@@ -199,7 +199,7 @@ def test_other_tokenizers_and_other_forms_are_refused(path: Path) -> None:
         opened(path, vocabulary="w")
     assert path.read_bytes() == data
     path.write_bytes(data.replace(b'form":1', b'form":2', 1))
-    with pytest.raises(PastFileError, match="is of form 2, and form 1 is understood"):
+    with pytest.raises(PastFileError, match="has format 2, this version reads 1"):
         opened(path)
 
 
@@ -241,7 +241,7 @@ def test_a_disk_that_fills_up_costs_no_answer(path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(suffix_past, "write_all", fails)
-    with pytest.warns(RuntimeWarning, match="no longer kept"):
+    with pytest.warns(RuntimeWarning, match="no longer stored"):
         past.add(10, "a", [1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from draft.test_suffix_tree import counted, stored
 from forerun.draft.many.cascade import CascadeDrafter
-from forerun.draft.text.suffix_past import Past, Reader
+from forerun.draft.text.suffix_past import PastAnswers, PastCursor
 from forerun.llm import LLM
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked
@@ -18,7 +18,7 @@ DEPTH = 5
 LETTERS = st.lists(st.integers(0, 2), max_size=30)
 
 
-def check(past: Past) -> None:
+def check(past: PastAnswers) -> None:
     """The trees are those of the answers that are kept, each in its tenant's, and the size is theirs."""
     assert past.num_bytes <= past.max_bytes
     assert past.num_bytes == sum(tree.num_bytes for tree in past.trees.values())
@@ -38,7 +38,7 @@ def test_the_oldest_go_when_there_is_no_room(
     operations: list[tuple[int, str, list[int]]], max_bytes: int, dice: random.Random
 ) -> None:
     """After any operations what is left is the newest of what was added, word for word."""
-    past = Past(DEPTH, max_bytes)
+    past = PastAnswers(DEPTH, max_bytes)
     added: dict[str, tuple[str, list[int]]] = {}
     with unchecked():
         for seq_id, tenant, answer in operations:
@@ -61,7 +61,7 @@ def test_the_oldest_go_when_there_is_no_room(
 
 
 def test_nobody_goes_before_there_is_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    dice, past, sizes = random.Random(3), Past(DEPTH, 40_000), []
+    dice, past, sizes = random.Random(3), PastAnswers(DEPTH, 40_000), []
     drop = past.drop
 
     def watched(name: str) -> None:
@@ -81,7 +81,7 @@ def test_nobody_goes_before_there_is_need(monkeypatch: pytest.MonkeyPatch) -> No
 @given(LETTERS, st.lists(LETTERS, max_size=4), st.randoms(use_true_random=False))
 def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[list[int]], dice: random.Random) -> None:
     """However far the text has grown since, and whatever became of the past meanwhile."""
-    past, reader, length = Past(DEPTH), Reader(), 0
+    past, reader, length = PastAnswers(DEPTH), PastCursor(), 0
     with unchecked():
         while length < len(text):
             length = min(len(text), length + dice.randrange(1, 9))

@@ -65,7 +65,7 @@ def cut(tokens: Sequence[int], rng: random.Random) -> list[Sequence[int]]:
 
 def spelled(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
     """The bytes of a text, without the blank that is put in front of texts."""
-    return vocabulary.spell(tokens).removeprefix(b" " * vocabulary.lead)
+    return vocabulary.to_bytes(tokens).removeprefix(b" " * vocabulary.lead)
 
 
 @pytest.mark.short(
@@ -77,7 +77,7 @@ def spelled(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
 def test_any_tokens_in_any_steps_keep_their_bytes(pair: tuple[str, str], data: st.DataObject, seed: int) -> None:
     """Also bytes that are no text, and characters that end in the middle."""
     way, rng = transcriber(pair), random.Random(seed)
-    sound = [token for token, spelled in enumerate(way.target.spelled) if spelled]
+    sound = [token for token, spelled in enumerate(way.target.token_bytes) if spelled]
     tokens = data.draw(st.lists(st.sampled_from(sound), max_size=150))
     if rng.random() < 0.5:
         tokens = way.target.tokenizer.encode(data.draw(TEXTS), add_special_tokens=False)
@@ -85,7 +85,7 @@ def test_any_tokens_in_any_steps_keep_their_bytes(pair: tuple[str, str], data: s
     transcript, own = told(way, [tokens])
     assert told(way, cut(tokens, rng)) == (transcript, own)
     if not pair[1].endswith(LOSSY):
-        assert spelled(way.own, own) == spelled(way.target, tokens)
+        assert spelled(way.drafter, own) == spelled(way.target, tokens)
 
 
 @pytest.mark.short(
@@ -104,23 +104,23 @@ def test_any_tokens_in_any_steps_keep_their_bytes(pair: tuple[str, str], data: s
 @example(text=" ".join("x" * count + "    def f" for count in range(1, 60)))
 def test_with_seams_the_tokens_are_those_of_the_whole_text(pair: tuple[str, str], text: str) -> None:
     way = transcriber(pair)
-    tokens = way.target.cut(text, starts=True)
+    tokens = way.target.encode(text, starts=True)
     whole = spelled(way.target, tokens).decode("utf-8", "surrogateescape")
     if any(len(piece) > LONGEST - 32 for piece in module.SEAM.split(whole)):
         return
     _, own = told(way, [tokens])
-    assert own == way.own.front + way.own.cut(whole, starts=True)
+    assert own == way.drafter.front + way.drafter.encode(whole, starts=True)
 
 
 def test_a_long_text_is_encoded_once_and_a_step_only_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     way, encoded = transcriber(("stories", "bytes")), []
-    cut_text = Vocabulary.cut
+    cut_text = Vocabulary.encode
 
     def counting(self: Vocabulary, text: str, *, starts: bool) -> list[int]:
         encoded.append(len(text))
         return cut_text(self, text, starts=starts)
 
-    monkeypatch.setattr(Vocabulary, "cut", counting)
+    monkeypatch.setattr(Vocabulary, "encode", counting)
     for words in (500, 1000):
         text = " ".join(random.Random(1).choices(PROSE[0].split(" "), k=words))
         tokens = way.target.tokenizer.encode(text)
@@ -136,7 +136,7 @@ def test_a_long_text_is_encoded_once_and_a_step_only_what_is_open(monkeypatch: p
 
 def test_special_tokens_are_what_they_are_for_and_end_a_word() -> None:
     way = transcriber(("stories", "more bytes"))
-    stories, other = (v.tokenizer for v in (way.target, way.own))
+    stories, other = (v.tokenizer for v in (way.target, way.drafter))
     one, two = stories.encode("Once upon"), stories.encode("a time")
     begin, end, unknown = stories.bos_token_id, stories.eos_token_id, 0
     _, own = told(way, [[begin, *one, end, *two], [unknown, *two]])
@@ -145,7 +145,7 @@ def test_special_tokens_are_what_they_are_for_and_end_a_word() -> None:
     spelled_out = stories.encode("<") + [token for c in "/s>" for token in stories.encoder(inside=True)(c)]
     _, own = told(way, [spelled_out])
     assert other.eos_token_id not in own
-    assert way.own.spell(own) == b"</s>"
+    assert way.drafter.to_bytes(own) == b"</s>"
 
 
 def test_a_front_is_put_there_once() -> None:
@@ -153,7 +153,7 @@ def test_a_front_is_put_there_once() -> None:
     own._backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     way = Transcriber(Vocabulary(target, 512, [2]), Vocabulary(own, own.num_ids, [own.eos_token_id]))
     text = target.encode("Once")
-    assert way.own.front == [own.bos_token_id]
+    assert way.drafter.front == [own.bos_token_id]
     for tokens in (text, [1, *text]):
         assert told(way, [tokens])[1] == own.encode("Once")
 
@@ -166,19 +166,19 @@ def test_what_guesses_add_is_what_encoding_it_behind_the_text_adds(
     pair: tuple[str, str], text: str, more: str, seed: int
 ) -> None:
     way, rng = transcriber(pair), random.Random(seed)
-    tokens = way.target.cut(text, starts=True)
+    tokens = way.target.encode(text, starts=True)
     transcript, _ = told(way, [tokens])
-    guesses = way.own.cut(more, starts=transcript.empty)
+    guesses = way.drafter.encode(more, starts=transcript.empty)
     if rng.random() < 0.3:
         guesses = guesses[: rng.randint(0, len(guesses))]
     found = way.continuation(transcript, guesses)
-    added = way.own.spell(guesses)
+    added = way.drafter.to_bytes(guesses)
     whole = spelled(way.target, tokens) + added
     if not transcript.empty:
-        assert added.startswith(way.target.spell(found)), "nothing but what was guessed"
-        assert len(added) - len(way.target.spell(found)) < 4, "and all of it but an unfinished character"
+        assert added.startswith(way.target.to_bytes(found)), "nothing but what was guessed"
+        assert len(added) - len(way.target.to_bytes(found)) < 4, "and all of it but an unfinished character"
     try:
-        at_once = way.target.cut(whole.decode(), starts=True)
+        at_once = way.target.encode(whole.decode(), starts=True)
     except UnicodeDecodeError:
         return
     short = all(len(piece) < LONGEST - 32 for piece in module.SEAM.split(whole.decode()))
@@ -193,12 +193,12 @@ def test_the_rest_of_a_character_is_cut_as_the_target_cuts_it(pair: tuple[str, s
     way, together = transcriber(pair), 0
     for character in sorted({c for c in " ".join(PROSE) if ord(c) > 0x7F}):
         text = f"x {character} y"
-        tokens = way.target.cut(text, starts=True)
+        tokens = way.target.encode(text, starts=True)
         for count in range(1, len(tokens)):
             transcript, _ = told(way, [tokens[:count]])
-            rest = way.target.spell(tokens[count:])
-            assert way.continuation(transcript, way.own.raw(rest)) == tokens[count:], text
-            together += bool(transcript.unfinished) and len(way.target.spelled[tokens[count]] or b"") > 1
+            rest = way.target.to_bytes(tokens[count:])
+            assert way.continuation(transcript, way.drafter.byte_tokens(rest)) == tokens[count:], text
+            together += bool(transcript.unfinished) and len(way.target.token_bytes[tokens[count]] or b"") > 1
     assert together > 1
 
 
@@ -211,7 +211,7 @@ def test_merges_across_the_boundary_are_those_of_the_place_or_none() -> None:
 
     def goes_on(said: str, guessed: str) -> list[int]:
         transcript, _ = told(way, [[token for c in said.split() for token in by_name[c]]])
-        return way.continuation(transcript, way.own.cut(guessed, starts=False))
+        return way.continuation(transcript, way.drafter.encode(guessed, starts=False))
 
     assert goes_on("a", "ba") == by_name["ba"]  # "aba" would be "ab", "a": what is said is said
     assert goes_on("ab", "ab") == by_name["ab"]
@@ -222,6 +222,7 @@ def test_merges_across_the_boundary_are_those_of_the_place_or_none() -> None:
     way = transcriber(("bytes", "stories"))
     said = [way.target.ids[bytes([byte])] for byte in emoji[:2]]
     transcript, _ = told(way, [said])
-    found = way.continuation(transcript, way.own.raw(emoji[2:]))
-    assert way.target.spell([*said, *found]) == emoji
-    assert way.continuation(transcript, way.own.raw(emoji[2:3])) == [], "an unfinished character is left out"
+    found = way.continuation(transcript, way.drafter.byte_tokens(emoji[2:]))
+    assert way.target.to_bytes([*said, *found]) == emoji
+    unfinished = way.drafter.byte_tokens(emoji[2:3])
+    assert way.continuation(transcript, unfinished) == [], "an unfinished character is left out"

@@ -139,8 +139,8 @@ def test_what_is_read_is_the_committed_text_in_any_history(
             following = drafter.model.sequences[seq_id]
             own = following.tokens(0)
             assert own == own_tokens(way, text)
-            spelled = b"".join(way.target.spelled[token] or b"" for token in text).removeprefix(b" ")
-            assert way.own.spell(own) == spelled
+            spelled = b"".join(way.target.token_bytes[token] or b"" for token in text).removeprefix(b" ")
+            assert way.drafter.to_bytes(own) == spelled
             length = drafter.model.runner.length(seq_id)
             if length:
                 assert torch.equal(rows_of(drafter.model.runner, seq_id), cached_anew(small, own[:length]))
@@ -152,7 +152,7 @@ def test_what_is_read_is_the_committed_text_in_any_history(
 def test_declared_laws_are_the_models_on_shared_tokens(
     context: DraftContext, small: Blueprint, way: Transcriber
 ) -> None:
-    ids = shared_ids(way.target, way.own)
+    ids = shared_ids(way.target, way.drafter)
     rows = [Row(s, some_text(15 + 9 * s, s, context)) for s in range(2)]
     drafter = make(small, way, shared=True)
     drafter.observe(committed(rows))
@@ -186,19 +186,19 @@ def test_text_encoded_again_is_the_models_greedy_text(
         while len(written) < 8 and begin_of(way) not in written:
             written.append(int(read_plainly(small, own + written)[-1].argmax()))
         assert 1 <= len(guesses) <= 4
-        assert way.own.spell(written).startswith(way.target.spell(guesses))
-        whole = context.tokenizer.encode(PROMPTS[seed] + way.target.spell(guesses).decode())
+        assert way.drafter.to_bytes(written).startswith(way.target.to_bytes(guesses))
+        whole = context.tokenizer.encode(PROMPTS[seed] + way.target.to_bytes(guesses).decode())
         assert whole == [*text, *guesses]
 
 
 def end_of(way: Transcriber) -> int:
-    assert way.own.end is not None
-    return way.own.end
+    assert way.drafter.end is not None
+    return way.drafter.end
 
 
 def begin_of(way: Transcriber) -> int:
-    assert way.own.begin is not None
-    return way.own.begin
+    assert way.drafter.begin is not None
+    return way.drafter.begin
 
 
 def test_an_end_of_the_models_text_is_one_of_the_targets(
@@ -206,14 +206,14 @@ def test_an_end_of_the_models_text_is_one_of_the_targets(
 ) -> None:
     drafter, text = make(small, way, shared=False), context.tokenizer.encode("The end")
     drafter.observe(committed([Row(0, text)]))
-    more = way.own.cut(" of it", starts=False)
+    more = way.drafter.encode(" of it", starts=False)
     tokens = context.tokenizer.encode("The end of it")[len(text) :]
-    assert drafter.translated(0, more, 9) == tokens[:-1], "the last may be another when more comes"
-    assert drafter.translated(0, [*more, end_of(way), *more], 9) == [*tokens, 2]
-    assert drafter.translated(0, [*more, begin_of(way), *more], 9) == tokens, "what is special ends a word too"
-    assert drafter.translated(0, [end_of(way)], 9) == [2]
-    assert drafter.translated(0, [*more, end_of(way)], 2) == tokens[:2]
-    assert drafter.translated(0, [-1], 9) == drafter.translated(0, more, 0) == []
+    assert drafter.target_tokens(0, more, 9) == tokens[:-1], "the last may be another when more comes"
+    assert drafter.target_tokens(0, [*more, end_of(way), *more], 9) == [*tokens, 2]
+    assert drafter.target_tokens(0, [*more, begin_of(way), *more], 9) == tokens, "what is special ends a word too"
+    assert drafter.target_tokens(0, [end_of(way)], 9) == [2]
+    assert drafter.target_tokens(0, [*more, end_of(way)], 2) == tokens[:2]
+    assert drafter.target_tokens(0, [-1], 9) == drafter.target_tokens(0, more, 0) == []
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -288,7 +288,7 @@ def test_under_rejection_rules_it_is_deterministic_and_accepted(
 
 def test_tokens_that_are_not_shared_may_be_forced(small: Blueprint, way: Transcriber) -> None:
     """A request's own code may want what the drafter cannot say, as siblings even: it guesses, and reads on somehow."""
-    strange = sorted(set(range(3, VOCAB)) - set(shared_ids(way.target, way.own)))[:5]
+    strange = sorted(set(range(3, VOCAB)) - set(shared_ids(way.target, way.drafter)))[:5]
     assert len(strange) > 2
 
     def only_strange(text: list[int], logits: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import torch
 
-from forerun.draft.model.unread_states import ShownText, UnreadStates
+from forerun.draft.model.unread_states import TextStates, UnreadStates
 from forerun.models.runner import Read
 
 
@@ -11,7 +11,7 @@ def test_states_of_a_round_are_held_until_the_next_one_and_copied_if_they_wait_l
     rounds, states, tokens = torch.arange(80.0).view(5, 8, 1, 2), UnreadStates(), list[int]()
     for number, of_round in enumerate(rounds):
         tokens += [number, number]
-        states.add(7, ShownText(None, tokens, 0), [of_round[2:4]], in_round=True)
+        states.add(7, TextStates(None, tokens, 0), [of_round[2:4]], in_round=True)
     pieces = states.of([Read(7, tokens)])
     assert torch.equal(torch.cat(pieces), rounds[:, 2:4].flatten(0, 1))
     assert [piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces] == [True] * 4 + [False]
@@ -23,8 +23,8 @@ def test_states_of_a_round_are_held_until_the_next_one_and_copied_if_they_wait_l
 
 def test_a_text_that_begins_alike_does_not_hold_the_states_of_a_round() -> None:
     of_round, states, tokens = torch.arange(16.0).view(8, 1, 2), UnreadStates(), [3, 4]
-    states.add(7, ShownText("", tokens, 0), [of_round[2:4]], in_round=True)
-    assert states.share(8, ShownText("", [*tokens], 0))
+    states.add(7, TextStates("", tokens, 0), [of_round[2:4]], in_round=True)
+    assert states.share(8, TextStates("", [*tokens], 0))
     (shared,) = states.of([Read(8, tokens)])
     assert torch.equal(shared, of_round[2:4])
     assert shared.untyped_storage().nbytes() < of_round.nbytes

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from draft.vocabularies import byte_level, sentence_piece, two_letters
-from forerun.draft.vocab.vocabulary import SharedTokens, Vocabulary, shared_ids, shared_marks, shared_weight
+from forerun.draft.vocab.vocabulary import SharedTokens, Vocabulary, shared_ids, shared_special, shared_weight
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
 
@@ -34,7 +34,7 @@ PAIRS = [(one, other) for one in VOCABULARIES for other in VOCABULARIES]
 def test_bytes_are_those_that_decoding_joins(name: str, data: st.DataObject) -> None:
     vocabulary = VOCABULARIES[name]
     ids = data.draw(st.lists(st.integers(0, vocabulary.num_ids - 1), max_size=20))
-    spelled = vocabulary.spell(ids).removeprefix(b" " * vocabulary.lead)
+    spelled = vocabulary.to_bytes(ids).removeprefix(b" " * vocabulary.lead)
     try:
         text = spelled.decode()
     except UnicodeDecodeError:
@@ -50,7 +50,7 @@ def test_text_inside_has_nothing_in_front_and_no_special_tokens(name: str, texts
     vocabulary = VOCABULARIES[name]
     inside, start = (vocabulary.tokenizer.encoder(inside=inside) for inside in (True, False))
     one, other = texts
-    assert vocabulary.spell(inside(one)) == one.encode()
+    assert vocabulary.to_bytes(inside(one)) == one.encode()
     assert not vocabulary.special.keys() & {*inside(one + "</s>"), *start(one + "<s>")}
     whole, rest = one + "x", " y" + other
     assert start(whole) + inside(rest) == start(whole + rest), "at a seam"
@@ -63,11 +63,11 @@ def test_shared_tokens_spell_the_same_and_are_one_to_one(pair: tuple[str, str]) 
     assert shared.pop(target.end) == own.end
     assert len(set(shared.values())) == len(shared)
     for token, own_token in shared.items():
-        assert target.spelled[token] == own.spelled[own_token] not in (None, b"")
+        assert target.token_bytes[token] == own.token_bytes[own_token] not in (None, b"")
         assert token not in target.special
         assert own_token not in own.special
-    everything = {spelled for spelled in target.spelled if spelled} & {spelled for spelled in own.spelled if spelled}
-    assert {target.spelled[token] for token in shared} == everything
+    everything = {*filter(None, target.token_bytes)} & {*filter(None, own.token_bytes)}
+    assert {target.token_bytes[token] for token in shared} == everything
     back = shared_ids(own, target)
     assert {token: back[own_token] for token, own_token in shared.items()} == {token: token for token in shared}
 
@@ -79,7 +79,7 @@ def test_of_two_ways_to_write_a_letter_the_plain_one_is_shared() -> None:
         (written,) = STORIES.encoder(inside=True)(letter)
         assert shared_ids(stories, other)[written] == plain
         assert 3 + ord(letter) == written or 3 + ord(letter) not in shared_ids(stories, other)
-    assert stories.raw(b"\xf0") == [3 + 0xF0]
+    assert stories.byte_tokens(b"\xf0") == [3 + 0xF0]
 
 
 def test_the_end_is_shared_only_where_model_and_tokenizer_agree() -> None:
@@ -89,15 +89,15 @@ def test_the_end_is_shared_only_where_model_and_tokenizer_agree() -> None:
     stories = VOCABULARIES["stories"]
     assert shared_ids(stories, sure)[2] == eos
     assert 2 not in shared_ids(stories, unsure)
-    assert shared_marks(stories, sure) == {1: byte_tokens.bos_token_id, 2: eos}
-    assert shared_marks(stories, unsure) == {1: byte_tokens.bos_token_id, 2: eos}  # they are named alike
+    assert shared_special(stories, sure) == {1: byte_tokens.bos_token_id, 2: eos}
+    assert shared_special(stories, unsure) == {1: byte_tokens.bos_token_id, 2: eos}  # they are named alike
 
 
 def test_ids_that_the_model_has_no_row_for_do_not_exist() -> None:
     tokenizer = TOKENIZERS["more bytes"]
     cut = Vocabulary(tokenizer, 300, [tokenizer.eos_token_id or 0])
     assert max(cut.ids.values()) < 300
-    assert max(cut.cut("Once upon a time, there was", starts=True)) < 300
+    assert max(cut.encode("Once upon a time, there was", starts=True)) < 300
     assert max(shared_ids(VOCABULARIES["bytes"], cut).values()) < 300
 
 

@@ -15,7 +15,7 @@ from forerun import LLM, SamplingParams
 from forerun.config import Speculation
 from forerun.device import Download, Placement
 from forerun.draft.base import Budget, Draft
-from forerun.draft.model.fed_follower import FedFollower
+from forerun.draft.model.tap_follower import TapFollower
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
@@ -216,7 +216,7 @@ def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
     """Nor does it end its own answer."""
     llm = made(spelled(kind), speculation=4)
     drafter = llm.engine.drafter
-    assert isinstance(drafter, FedFollower)
+    assert isinstance(drafter, TapFollower)
     drafter.runner = GraphRunner.of(drafter.runner.decoder, 16 * num_blocks, block_size=16)
     if isinstance(drafter, EarlyExitDrafter):
         drafter.adapter = drafter.runner
@@ -231,7 +231,7 @@ def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str) -> None:
     """Where it has fewer than its depth says."""
     llm = made(spelled(kind), speculation=4)
     drafter = llm.engine.drafter
-    assert isinstance(drafter, FedFollower)
+    assert isinstance(drafter, TapFollower)
     propose = drafter.propose
 
     def cut(draws: Draws, budgets: Sequence[Budget]) -> Draft:

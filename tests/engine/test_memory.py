@@ -46,7 +46,7 @@ def test_a_tail_is_what_guesses_take_beyond_the_context_at_most(wish: Speculatio
     beyond = [0]
     for length in range(1, longest):
         budget = Budget.of(wish, longest - length - 1)
-        slots = slots_of(budget if members == 1 else budget.merging(members))
+        slots = slots_of(budget if members == 1 else budget.merged(members))
         beyond.append(length + slots - longest)
     assert tail_tokens(wish, members, longest) == max(beyond)
 

@@ -48,15 +48,15 @@ class Listener:
     def __getattr__(self, name: str) -> object:
         return getattr(self.drafter, name)
 
-    def observe(self, news: Committed) -> None:
-        assert news.features is not None
-        assert len(news.features) == len(news.tokens)
+    def observe(self, committed: Committed) -> None:
+        assert committed.features is not None
+        assert len(committed.features) == len(committed.tokens)
         self.num_news += 1
-        for i, (seq_id, tokens, _) in enumerate(news.rows()):
+        for i, (seq_id, tokens, _) in enumerate(committed.rows()):
             known, states = self.told.setdefault(seq_id, ([], []))
             known.extend(tokens)
-            states.append(news.features[news.offsets[i] : news.offsets[i + 1]].clone())
-        self.drafter.observe(news)
+            states.append(committed.features[committed.offsets[i] : committed.offsets[i + 1]].clone())
+        self.drafter.observe(committed)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         return 0  # it is to be shown all
@@ -79,7 +79,7 @@ class Listener:
 def test_features_are_those_of_a_text_read_at_once(bench_of: Callable[[str], Bench], name: str, shapes: str) -> None:
     """To the bit: prompts in chunks, chains and trees of which any path was accepted, rows sent back and read anew.
 
-    Where nothing is drafted the news of several rounds come together.
+    Where nothing is drafted tokens committed in several rounds come together.
     """
     bench, rng = bench_of(name), random.Random(3)
 

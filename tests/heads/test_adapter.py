@@ -180,7 +180,7 @@ def test_it_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
     """They are asked for, and none can be restored."""
     bench, spec = bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"
     assert beside(bench, spec).taps == (2,)
-    with pytest.raises(UnknownDrafter, match="cannot judge"):
+    with pytest.raises(UnknownDrafter, match="cannot verify the drafts"):
         plan_drafter(f"cascade[ngram,{spec}]", context(bench))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun.config import Speculation
-from forerun.draft.auto import DrafterRecord, beside
+from forerun.draft.auto import DrafterRecord, records_of
 from forerun.draft.spec import DraftSpec
 from forerun.errors import ModelNotFound
 from forerun.llm import LLM
@@ -57,7 +57,7 @@ def test_a_head_drafts_as_its_record_says_and_changes_no_token(name: str) -> Non
 
 def test_every_head_lies_beside_the_target_with_a_record_of_it_and_a_card() -> None:
     target = Blueprint.of("stdlib")
-    found = dict(beside(target))
+    found = dict(records_of(target))
     assert {path.resolve() for path in BUNDLED_HEADS.values()} <= {path.resolve() for path in found}
     for name, folder in BUNDLED_HEADS.items():
         card, record = (folder / "README.md").read_text("utf-8"), record_of(name)

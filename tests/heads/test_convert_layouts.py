@@ -71,7 +71,7 @@ def test_eagle_1_as_its_authors_publish_it_drafts_the_same_once_it_is_converted(
     assert made.read.method.label == "EAGLE-1 or EAGLE-2"
     assert same_tensors(first, tmp_path / "out")
     assert counts(made.draft) == counts(f"eagle:{first}")
-    with pytest.raises(InvalidRequest, match="no place for EAGLE-1 or EAGLE-2: choose one of eagle"):
+    with pytest.raises(InvalidRequest, match="cannot store the method EAGLE-1 or EAGLE-2: choose one of eagle"):
         convert(str(published), "speculators", tmp_path / "other")
 
 
@@ -118,7 +118,7 @@ def test_heads_with_the_targets_matrix_and_hydras_are_read_too(heads: Path, tmp_
     assert same_tensors(shared, tmp_path / "back")
     hydra = heads_of(TARGET, tmp_path / "hydra", 2, hydra=True)
     assert convert(str(hydra), "medusa", tmp_path / "hydra2").num_tensors == 8
-    with pytest.raises(UnsupportedModel, match="Hydra have no place in Medusa's own layout"):
+    with pytest.raises(UnsupportedModel, match="medusa-pt cannot store the heads of Hydra"):
         convert(str(hydra), "medusa-pt", tmp_path / "hydra3")
 
 
@@ -140,7 +140,7 @@ def test_a_pickle_with_more_than_tensors_is_refused_and_does_nothing(
         torch.save(weights, folder / "medusa_lm_head.pt")
     else:
         (folder / "medusa_lm_head.pt").write_bytes(pickle.dumps(weights))
-    with pytest.raises(UnsupportedModel, match=r"holds more than tensors .* reading that could run code"):
+    with pytest.raises(UnsupportedModel, match=r"contains more than tensors .* reading it could run code"):
         convert(str(folder), "medusa", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
 
@@ -157,16 +157,16 @@ def with_one(name: str, tensor: Tensor) -> Change:
     ("kind", "change", "error", "told"),
     [
         ("eagle", without("midlayer.mlp.up_proj.weight"), MissingWeights, "midlayer.mlp.up_proj.weight"),
-        ("eagle", with_one("midlayer.extra", torch.ones(1)), UnsupportedModel, "midlayer.extra is none of"),
+        ("eagle", with_one("midlayer.extra", torch.ones(1)), UnsupportedModel, "midlayer.extra does not belong to"),
         ("eagle", with_one("norm.weight", torch.ones(3)), WrongShape, r"norm.weight has shape \[3\]"),
-        ("eagle", with_one("d2t", torch.zeros(400)), UnsupportedModel, "d2t must be whole numbers"),
-        ("eagle", without("d2t"), UnsupportedModel, "d2t has another size, or is missing"),
+        ("eagle", with_one("d2t", torch.zeros(400)), UnsupportedModel, "d2t must have a whole number"),
+        ("eagle", without("d2t"), UnsupportedModel, "d2t is missing or has another size"),
         ("eagle", with_one("d2t", torch.zeros(3, dtype=torch.long)), ModelError, "d2t|lm_head"),
         ("heads", without("2.0.linear.bias"), MissingWeights, "2.0.linear.bias"),
         ("heads", without("0.0.linear.weight"), MissingWeights, "no tensor 0.0.linear.weight"),
-        ("heads", with_one("0.7.weight", torch.ones(1)), UnsupportedModel, "0.7.weight is none of 3 heads"),
+        ("heads", with_one("0.7.weight", torch.ones(1)), UnsupportedModel, "0.7.weight does not belong to 3 heads"),
         ("first", without("fc.bias"), MissingWeights, "fc.bias"),
-        ("first", without("fc.weight"), UnsupportedModel, "in none of the layouts that are read. These are: .*EAGLE-3"),
+        ("first", without("fc.weight"), UnsupportedModel, "has an unknown layout; known are: .*EAGLE-3"),
     ],
 )
 def test_every_weight_must_be_used_and_every_expected_one_be_there(
@@ -185,7 +185,7 @@ def test_what_was_written_is_compared_with_what_was_read(
         save_file({**tensors, "1.1.weight": tensors["1.1.weight"] * 2}, path)
 
     monkeypatch.setattr("forerun.heads.convert.save_tensors", saved)
-    with pytest.raises(UnsupportedModel, match=r"cannot be kept as medusa: the tensor 1.1.weight would be lost"):
+    with pytest.raises(UnsupportedModel, match=r"cannot be written as medusa: the tensor 1.1.weight would be lost"):
         convert(str(heads), "medusa", tmp_path / "out")
     assert not [*tmp_path.iterdir()]
 
@@ -201,7 +201,7 @@ def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: 
     out.mkdir()
     (out / "config.json").write_text("precious")
     (out / "thesis.txt").write_text("years of work")
-    with pytest.raises(InvalidRequest, match=r"holds config.json, thesis.txt: name another folder, or .* --force"):
+    with pytest.raises(InvalidRequest, match=r"contains config.json, thesis.txt: name another folder, or .* --force"):
         convert(str(eagle), "eagle", out)
     broken = copied(eagle, tmp_path / "broken", without("midlayer.mlp.up_proj.weight"))
     with pytest.raises(MissingWeights, match="up_proj"):
@@ -210,7 +210,7 @@ def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: 
     convert(str(eagle), "eagle", out, force=True)
     assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 400
     assert (out / "thesis.txt").read_text() == "years of work"
-    with pytest.raises(InvalidRequest, match="is what is read: name another folder"):
+    with pytest.raises(InvalidRequest, match="is the source: name another folder"):
         convert(str(eagle), "eagle", eagle, force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "out"]
 
@@ -218,13 +218,16 @@ def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["eagle", "--to", "eagel", "--out", "x"], "'eagel' is no format: did you mean eagle?"),
-        (["eagle", "--to", "medusa", "--out", "x"], "has no place for EAGLE-3: choose one of speculators, eagle"),
-        (["eagle", "--to", "eagle", "--out", "no/where"], "the folder no is not there"),
+        (["eagle", "--to", "eagel", "--out", "x"], "'eagel' is not a format: did you mean eagle?"),
+        (
+            ["eagle", "--to", "medusa", "--out", "x"],
+            "cannot store the method EAGLE-3: choose one of speculators, eagle",
+        ),
+        (["eagle", "--to", "eagle", "--out", "no/where"], "the folder no does not exist"),
         (["eagle", "--to", "eagle", "--out", "eagle/config.json"], "is a file: name a folder"),
         (["eagle", "--to", "eagle", "--out", "x", "--model", "no where"], "there is no folder no where"),
         (["nowhere", "--to", "eagle", "--out", "x"], "there is no folder nowhere"),
-        (["target", "--to", "eagle", "--out", "x"], "in none of the layouts"),
+        (["target", "--to", "eagle", "--out", "x"], "has an unknown layout"),
     ],
 )
 def test_mistakes_are_one_line_and_write_nothing(

@@ -286,7 +286,7 @@ def test_a_portable_block_with_a_selector_has_no_confidence_head(tmp_path: Path)
     student = make_student("block", target, StudentSizes(**sizes), 0)
     student.write(student.weights, tmp_path)
     convert(str(tmp_path), "speculators", tmp_path / "theirs", str(TARGET))
-    with pytest.raises(InvalidRequest, match="no confidence head beside a selector"):
+    with pytest.raises(InvalidRequest, match="no confidence head next to a selector"):
         make_student("block", target, StudentSizes(**sizes, confidence=True), 0)
 
 
@@ -304,18 +304,22 @@ def changed(name: str, folder: Path, keys: dict[str, object]) -> Path:
 
 MIXED = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 READ_REFUSALS: list[tuple[str, dict[str, object], str]] = [
-    ("dflash", {"aux_hidden_state_layer_ids": [1, 5]}, "5 is the last layer's output, .* before the target's final"),
+    (
+        "dflash",
+        {"aux_hidden_state_layer_ids": [1, 5]},
+        "5 stands for the last layer's output, .* before the target's final",
+    ),
     ("dflash", {"aux_hidden_state_layer_ids": [1, 6]}, "numbers from 0 to 4"),
     ("dflash", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is None; it must be a list"),
     ("dflash", {"mask_token_id": None}, "no tensor mask_embedding"),
     ("dflash", {"hidden_act": "gelu"}, "supported is silu"),
-    ("dflash", MIXED, "sliding_window_non_causal is False; so layers with windows are causal"),
-    ("llama", {"speculators_model_type": "peagle"}, "mask_token_id is None; peagle has one"),
-    ("llama", {"speculators_model_type": "xpress"}, "xPress combines the guesses"),
-    ("llama", {"speculators_model_type": "strange"}, "is in none of the layouts"),
-    ("llama", {"vocab_size": 500}, "another one of the target's 500 tokens"),
+    ("dflash", MIXED, "sliding_window_non_causal is False; layers with windows would be causal"),
+    ("llama", {"speculators_model_type": "peagle"}, "mask_token_id is None; peagle needs it"),
+    ("llama", {"speculators_model_type": "xpress"}, "as xPress does"),
+    ("llama", {"speculators_model_type": "strange"}, "has an unknown layout"),
+    ("llama", {"vocab_size": 500}, "different ones of the target's 500 tokens"),
     ("llama", {"target_hidden_size": 128}, "target_hidden_size is 128"),
-    ("llama", {"draft_vocab_size": 61}, "d2t has another size|has shape"),
+    ("llama", {"draft_vocab_size": 61}, "d2t is missing or has another size|has shape"),
 ]
 
 
@@ -339,12 +343,12 @@ def test_convolutions_that_change_states_are_refused(tmp_path: Path) -> None:
 SELECTS = {"selector_rank": 8, "enable_confidence_head": True}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}
 WRITE_REFUSALS: list[tuple[Callable[..., Path], dict[str, Any], str]] = [
-    (block, {"mask_token_id": None}, "mask_token_id is None; .* no embedding of its own for masked places"),
+    (block, {"mask_token_id": None}, "mask_token_id is None; .* cannot store an own embedding of masked positions"),
     (block, {"causal": True}, "only layers with sliding windows are causal"),
     (block, {"dflash_config": inside(target_layer_ids=[0, 4])}, "one is the last of .* 5 layers"),
-    (block, SELECTS, "no confidence head beside a selector"),
+    (block, SELECTS, "no confidence head next to a selector"),
     (module, WINDOW, "has no window"),
-    (module, {"count": 2}, "the tensor mtp.layers.1.* is none of 1 MTP modules"),
+    (module, {"count": 2}, "the tensor mtp.layers.1.* does not belong to 1 MTP modules"),
     (module, {"hidden_size": 128}, "hidden_size is 128; .* has 64"),
     (module, {"norms": False}, "the layers of speculators are qwen3's"),
 ]
@@ -358,7 +362,7 @@ def test_what_speculators_cannot_say_is_refused_and_nothing_is_written(
     with pytest.raises(ModelError, match=told):
         convert(str(ours), "speculators", tmp_path / "out", str(TARGET))
     if make is block:
-        with pytest.raises(UnsupportedModel, match=r"the last of the target's layers .* name the target with --model"):
+        with pytest.raises(UnsupportedModel, match=r"the target's last layer .* name it with --model"):
             convert(str(ours), "speculators", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -369,13 +373,13 @@ def test_an_embedding_of_its_own_must_be_the_targets(tmp_path: Path) -> None:
     convert(str(rewritten(ours, {"embed_tokens.weight": table}, {})), "speculators", tmp_path / "out", str(TARGET))
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
     rewritten(ours, {"lm_head.weight": table * 2}, {})
-    with pytest.raises(UnsupportedModel, match=r"lm_head.weight differs from the one of .* which speculators takes"):
+    with pytest.raises(UnsupportedModel, match=r"lm_head.weight differs from that of .* which speculators uses"):
         convert(str(ours), "speculators", tmp_path / "other", str(TARGET))
 
 
 def test_a_layer_without_embedding_and_head_is_given_its_targets(tmp_path: Path) -> None:
     ours = rewritten(eagle_of(TARGET, tmp_path / "ours", 512), {"lm_head.weight": None, "d2t": None}, {})
-    wanted = r"uses its target's embed_tokens.weight, lm_head.weight: name that with --model"
+    wanted = r"uses its target's embed_tokens.weight, lm_head.weight: name the target with --model"
     with pytest.raises(UnsupportedModel, match=wanted):
         convert(str(ours), "speculators", tmp_path / "out")
     convert(str(ours), "speculators", tmp_path / "out", str(TARGET))

@@ -15,7 +15,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from forerun.config import Speculation
-from forerun.draft.auto import settled
+from forerun.draft.auto import resolve_auto
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.spec import DraftSpec
 from forerun.errors import MissingWeights, ModelError, UnknownDrafter, UnsupportedModel, WrongShape
@@ -247,9 +247,9 @@ FAULTS: list[tuple[str, dict[str, Tensor | None], dict[str, object], type[ModelE
     ("mimo", {}, {NUM: 1}, UnsupportedModel, "mtp_layers.1.final_layern"),
     ("qwen", {}, {"mtp_num_hidden_layers": "two"}, UnsupportedModel, "mtp_num_hidden_layers is 'two'"),
     ("qwen", {"mtp.fc.weight": MATRIX}, {}, WrongShape, "mtp.fc.weight has shape"),
-    ("qwen", {"mtp.hc_head.weight": NORM}, {}, UnsupportedModel, "mtp.hc_head.weight is none"),
+    ("qwen", {"mtp.hc_head.weight": NORM}, {}, UnsupportedModel, "mtp.hc_head.weight does not belong"),
     ("qwen", {f"mtp.layers.0.{Q_PROJ}.weight": WIDE}, {}, WrongShape, "q_proj"),  # with gates, which none computes
-    ("deepseek", {f"{BEHIND}.bias": NORM}, {}, UnsupportedModel, "q_proj.bias is none"),
+    ("deepseek", {f"{BEHIND}.bias": NORM}, {}, UnsupportedModel, "q_proj.bias does not belong"),
     ("", {"mtp.0.e_proj.weight": MATRIX}, {NUM: 2}, MissingWeights, "no tensor mtp.fc.weight"),  # DeepSeek-V4's
     ("", {}, {NUM: 0}, UnsupportedModel, "ships no MTP modules"),
 ]
@@ -300,11 +300,11 @@ def test_modules_in_a_gguf_file_are_those_of_its_folder_and_what_auto_takes(
     found = [num_accepted(model, "mtp", 3, GREEDY) for model in (folder, file)]
     assert found[0] == found[1]
     assert found[0][1] > 0
-    spec = settled(DraftSpec("auto"), Blueprint.of(str(file)))
+    spec = resolve_auto(DraftSpec("auto"), Blueprint.of(str(file)))
     assert spec == DraftSpec("mtp")
     q_proj = "model.layers.5.self_attn.q_proj.weight"
     gated = rewritten(folder, {q_proj: torch.zeros(2 * HEADS * 16, 64)}, {})
-    assert settled(DraftSpec("auto"), Blueprint.of(str(gated))) == DraftSpec("suffix")
+    assert resolve_auto(DraftSpec("auto"), Blueprint.of(str(gated))) == DraftSpec("suffix")
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from forerun.config import Speculation
-from forerun.draft.auto import RECORD, DrafterRecord, settled
+from forerun.draft.auto import RECORD, DrafterRecord, resolve_auto
 from forerun.draft.spec import parse_spec
 from forerun.errors import InvalidRequest
 from forerun.heads import widen as module
@@ -118,7 +118,7 @@ def test_a_record_goes_along_without_times_and_auto_finds_it(
     assert str(spec) == f"early-exit:{real}:{wide / 'early-exit'}"
     expected = replace(record, argument=f"{real}:", target=target.weights_digest(), speed_up=None)
     assert DrafterRecord.read(wide / "early-exit") == expected
-    assert settled(parse_spec("auto"), target) == spec
+    assert resolve_auto(parse_spec("auto"), target) == spec
     shutil.rmtree(wide / "early-exit")
 
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_widened_is_refused(wide_targets: Callable[[str], Path], 
     with pytest.raises(InvalidRequest, match="no weights of its own"):
         widen_drafter("early-exit:2", str(TARGET), wide, way)
     draft = MAKERS["medusa"](tmp_path / "narrow")
-    with pytest.raises(InvalidRequest, match="leave it as it is"):
+    with pytest.raises(InvalidRequest, match="leave it out"):
         widen_drafter(draft, str(TARGET), wide, replace(way, vocab_size=600))
     (wide / "medusa").mkdir()
     with pytest.raises(InvalidRequest, match="exists and is not this drafter"):

@@ -158,7 +158,7 @@ def test_the_state_of_ended_requests_is_dropped(draft: str) -> None:
     for step in range(PATIENCE + 2):
         engine.proposer.propose([[1]], np.array([20 + step]), last)
     members = getattr(rounds.drafter, "members", [rounds.drafter])
-    kept = [len(member.histories if isinstance(member, NgramDrafter) else member.sequences) for member in members]
+    kept = [len(member.texts if isinstance(member, NgramDrafter) else member.sequences) for member in members]
     assert kept == [1] * len(members)
 
 

@@ -98,7 +98,7 @@ def assert_empty(llm: LLM) -> None:
     engine, runners = llm.engine, [llm.engine.runner]
     held = [engine.sequences, engine.scheduler.running, engine.scheduler.waiting, engine.active.readers]
     held += [engine.active.samples, llm.driver.jobs, llm.driver.seat]
-    held += [getattr(engine.drafter, state, None) for state in ("sequences", "histories", "known")]
+    held += [getattr(engine.drafter, state, None) for state in ("sequences", "texts", "known")]
     assert not any(held)
     assert not engine.has_work
     assert not engine.recovery.unfinished

@@ -12,7 +12,7 @@ class Stateless:
     taps: tuple[int, ...] = ()
     names: tuple[str, ...] = ("stateless",)
 
-    def observe(self, news: Committed) -> None: ...
+    def observe(self, committed: Committed) -> None: ...
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [99] * len(seq_ids))

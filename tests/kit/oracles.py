@@ -46,8 +46,8 @@ class Oracle:
             for sample in result.outputs:
                 self.answers.setdefault((result.prompt_token_ids, sample.index), []).append((asked, sample.token_ids))
 
-    def observe(self, news: Committed) -> None:
-        self.known.update(news.seq_ids)
+    def observe(self, committed: Committed) -> None:
+        self.known.update(committed.seq_ids)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         grown = [self.grow(row, budget) for row, budget in zip(draws.rows, budgets, strict=True)]

@@ -35,10 +35,11 @@ class Faulty:
     def names(self) -> tuple[str, ...]:
         return self.members[0].names
 
-    def observe(self, news: Committed) -> None:
+    def observe(self, committed: Committed) -> None:
         for member in self.members:
             columns = [self.taps.index(tap) for tap in member.taps]
-            member.observe(replace(news, features=news.features[:, columns] if news.features is not None else None))
+            features = None if committed.features is None else committed.features[:, columns]
+            member.observe(replace(committed, features=features))
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         return min(adoptable(member, text, most, salt) for member in self.members)

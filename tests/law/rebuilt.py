@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forerun.cache.prefix import PrefixStore
 from forerun.draft.base import Drafter
-from forerun.draft.text.suffix_past import Past
+from forerun.draft.text.suffix_past import PastAnswers
 
 
 def reachable(value: object, seen: set[int] | None = None) -> Iterator[object]:
@@ -37,6 +37,6 @@ def size_of(drafter: object) -> int:
 
 def without_past(drafter: Drafter) -> Drafter:
     """Past answers and blocks are kept on purpose, up to a size (test_suffix_past, test_prefix); nothing else is."""
-    for past in [part for part in reachable(drafter) if isinstance(part, Past | PrefixStore)]:
+    for past in [part for part in reachable(drafter) if isinstance(part, PastAnswers | PrefixStore)]:
         past.clear()
     return drafter

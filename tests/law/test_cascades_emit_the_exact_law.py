@@ -13,7 +13,7 @@ from scripted import WRONG, Guesser, check, drafts_of
 from torch import Tensor
 
 from forerun.draft import base
-from forerun.draft.base import Budget, Committed, JudgeLogits, Question
+from forerun.draft.base import Budget, ChainToJudge, Committed, JudgeLogits
 from forerun.draft.many.cascade import CascadeDrafter, Chain, RoundTiming
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
@@ -32,11 +32,11 @@ class ToyJudge(Stateless):
         text, room = draws.rows[0].tokens[1:], self.full
         return Guesser(self.model, room=lambda more: not room((*text, *more))).propose(draws, budgets, tail)
 
-    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
-        (asked,) = questions
-        if self.full(tuple(asked.late[1:])):
+    def judge(self, chains: Sequence[ChainToJudge]) -> JudgeLogits:
+        (asked,) = chains
+        if self.full(tuple(asked.after_text[1:])):
             return JudgeLogits([], torch.empty(0, 3), 0.0)
-        texts = [(*asked.late[1:], *asked.guesses[:n]) for n in range(len(asked.guesses) + 1)]
+        texts = [(*asked.after_text[1:], *asked.draft_tokens[:n]) for n in range(len(asked.draft_tokens) + 1)]
         laws = torch.tensor([[float(x) for x in self.model(text)] for text in texts], dtype=torch.float64)
         return JudgeLogits([0], laws.log(), 0.0)
 
@@ -58,7 +58,7 @@ class Alternating:
 
     def time(self, timing: RoundTiming) -> None: ...
 
-    def went_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None: ...
+    def record_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None: ...
 
 
 def chains_of(make: Callable[[], CascadeDrafter], depth: int, rejection: bool = True) -> list[Draft]:

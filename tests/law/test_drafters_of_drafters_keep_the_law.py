@@ -14,7 +14,7 @@ from sampler import drafted, first_pairs
 from torch import Tensor
 
 from forerun.config import Verification
-from forerun.draft.base import Budget, Committed, Draft, JudgeLogits, Question
+from forerun.draft.base import Budget, ChainToJudge, Committed, Draft, JudgeLogits
 from forerun.draft.many.cascade import CascadeDrafter, Chain
 from forerun.draft.many.mix import MixDrafter
 from forerun.sampling.draws import Draws, RowSampling
@@ -46,15 +46,15 @@ class Table(Stateless):
         chances = self.logits[0].exp()[tree.tokens[:, 1:]].cumprod(1)
         return Draft(tree, torch.cat([torch.ones(len(chances), 1), chances], dim=1))
 
-    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
-        last = [token for asked in questions for token in (asked.late[-1], *asked.guesses)]
-        return JudgeLogits(range(len(questions)), self.logits[torch.tensor(last)], 0.0)
+    def judge(self, chains: Sequence[ChainToJudge]) -> JudgeLogits:
+        last = [token for asked in chains for token in (asked.after_text[-1], *asked.draft_tokens)]
+        return JudgeLogits(range(len(chains)), self.logits[torch.tensor(last)], 0.0)
 
 
 class RoundByRound(CascadeDrafter):
     """Goes on in rounds where the judge might as well draft by itself."""
 
-    def go_alone(
+    def judge_alone(
         self, draws: Draws, rows: Sequence[int], chains: Sequence[Chain], tail: Committed | None, timed: bool
     ) -> float:
         return 0.0

@@ -31,7 +31,7 @@ def letters(vocabulary: Vocabulary) -> list[int]:
 
 def own_context(context: Context) -> Context:
     """What the drafter has read where the target has said this."""
-    said, own, transcript = letters(way().target), letters(way().own), Transcript()
+    said, own, transcript = letters(way().target), letters(way().drafter), Transcript()
     closed = way().extend(transcript, [said[token] for token in context])
     return tuple(own.index(token) for token in closed + way().ending(transcript))
 
@@ -47,8 +47,8 @@ def test_cuts_differ() -> None:
     assert own_context((0, 2)) == (3,)
     assert own_context((1, 0, 1)) == (1, 2)
     assert own_context((3, 1)) == (1, 2)
-    shared = shared_ids(way().target, way().own)
-    own = letters(way().own)
+    shared = shared_ids(way().target, way().drafter)
+    own = letters(way().drafter)
     assert [shared.get(token) for token in letters(way().target)] == [*own[:3], None]
 
 
@@ -67,7 +67,7 @@ def test_chains_and_trees_of_shared_tokens_are_lossless(rule: str) -> None:
 
 
 def test_the_law_of_the_spread_logits_is_that_law() -> None:
-    target, own = way().target, way().own
+    target, own = way().target, way().drafter
     said, read = letters(target), letters(own)
     shared = SharedTokens.of(target, own, target.num_ids, own.num_ids, torch.device("cpu"))
     only = torch.zeros(own.num_ids, dtype=torch.bool)

@@ -107,7 +107,7 @@ def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: p
         assert worst_position(grown("token", Budget(2, 3, 3))) < 1e-6
     else:
         honest = grown("token", GROWN["in a shape with a gap"])
-        monkeypatch.setattr("forerun.draft.model.grower.in_turn", lambda _: True)
+        monkeypatch.setattr("forerun.draft.model.grower.has_all_siblings", lambda _: True)
         found = grown("token", GROWN["in a shape with a gap"])
         assert worst_position(found) < 1e-6 < worst_position(honest)
 

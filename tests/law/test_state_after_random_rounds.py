@@ -156,12 +156,12 @@ def check_index(traffic: Rounds) -> None:
     """The n-gram index is that of the committed tokens."""
     ngram = traffic.members[0]
     read = {text.id: text for text in traffic.engine.sequences.values() if text.num_read}
-    assert set(ngram.histories) == set(read)
+    assert set(ngram.texts) == set(read)
     fresh = NgramDrafter()
     for text in read.values():
         tokens = text.tokens[: text.num_read]
         fresh.observe(Committed([text.id], tokens, [0, len(tokens)], [text.tokens[text.num_read]]))
-    assert fresh.histories == ngram.histories
+    assert fresh.texts == ngram.texts
     told = {seq_id: following.text for seq_id, following in traffic.exit.sequences.items()}
     assert told == {seq_id: text.tokens[: text.num_read] for seq_id, text in read.items()}
 
@@ -238,7 +238,7 @@ def assert_empty(traffic: Rounds) -> None:
     assert not engine.has_work
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert not ngram.histories
+    assert not ngram.texts
     assert not model.sequences
     assert not traffic.exit.sequences
     assert not traffic.exit.runner.tails

@@ -148,7 +148,9 @@ def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
         find_of_kind("nowhere", "medusa")
     with pytest.raises(ModelNotFound, match="there is no folder stdlb: name the folder"):
         find_heads("stdlb")
-    with pytest.raises(ModelNotFound, match=r"is not what this drafter reads: its config.json has no medusa_num_heads"):
+    with pytest.raises(
+        ModelNotFound, match=r"is not a drafter of the kind medusa: its config.json has no medusa_num_heads"
+    ):
         find_of_kind(str(TARGET), "medusa")
     (tmp_path / "my-heads").mkdir()
     (tmp_path / "my-heads" / "config.json").write_text('{"medusa_num_heads": 2}')
@@ -165,7 +167,9 @@ def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> 
         if own in (kind, "mtp"):
             assert own == "mtp" or find_of_kind(name, kind) == folder
             continue
-        with pytest.raises(ModelNotFound, match=f"{name} holds a drafter of another kind: write {own}:(2:)?{name}"):
+        with pytest.raises(
+            ModelNotFound, match=f"{name} is a drafter of another kind than .*: write {own}:(2:)?{name}"
+        ):
             find_of_kind(name, kind)
     (tmp_path / "config.json").write_text('{"medusa_num_heads": null, "exit_layer": null, "dflash_config": null}')
     if kind in ("medusa", "early-exit"):
@@ -173,7 +177,9 @@ def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> 
             find_of_kind(str(tmp_path), kind)
     else:
         assert find_of_kind(str(tmp_path), kind) == tmp_path
-    with pytest.raises(ModelNotFound, match="stdlib-draft is a model, which drafts as model:stdlib-draft; for heads"):
+    with pytest.raises(
+        ModelNotFound, match="stdlib-draft is a model, not heads: use it as model:stdlib-draft; for heads"
+    ):
         find_of_kind("stdlib-draft", kind)
 
 

@@ -10,7 +10,7 @@ import pytest
 from recipes.smollm2 import __main__ as recipe
 from recipes.smollm2 import prompts
 
-from forerun.draft.auto import DrafterRecord, settled
+from forerun.draft.auto import DrafterRecord, resolve_auto
 from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec
 from forerun.drafters import plan_drafter
@@ -61,7 +61,7 @@ def test_what_it_puts_out_is_found_and_has_a_card(tmp_path: Path, monkeypatch: p
     data = TrainingData([], [tuple(story(9, seed)) for seed in range(2)], 2, [])
     recipe.ship(model, data, [(story(400, 7), 3)], out)
     target = Blueprint.of(model)
-    assert settled(DraftSpec("auto"), target) == DraftSpec("suffix", argument=str(out))
+    assert resolve_auto(DraftSpec("auto"), target) == DraftSpec("suffix", argument=str(out))
     record = DrafterRecord.read(out)
     assert record is not None
     assert (record.speed_up, record.model) == (None, target.norms_digest())
@@ -74,6 +74,6 @@ REAL = Path("/tmp/real/smollm2-135m-instruct.Q4_1.gguf")
 @pytest.mark.skipif(not REAL.exists(), reason="the real model's file is not here")
 def test_what_ships_is_found_for_the_real_model_and_reads() -> None:
     target = Blueprint.of(str(REAL))
-    spec = settled(DraftSpec("auto"), target)
+    spec = resolve_auto(DraftSpec("auto"), target)
     assert (spec.name, Path(spec.argument or "").name) == ("suffix", "ngrams")
     plan_drafter(str(spec), DraftContext(target, target.tokenizer()))

@@ -36,7 +36,7 @@ from kit.checkpoints import ROOT
 from kit.engines import PATIENCE_S
 from kit.servers import OK, command, drafting, expected, httpx, launched, library_answer, running, until
 
-gives_up = pytest.mark.filterwarnings("ignore:.*past answers are no longer kept there:RuntimeWarning")
+gives_up = pytest.mark.filterwarnings("ignore:.*past answers are no longer stored there:RuntimeWarning")
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="/dev/full and pipes are of POSIX")
 
 

@@ -288,9 +288,9 @@ def test_first_guesses_alone_are_those_of_whole_drafts_from_every_root_of_a_text
     student = stirred(make_student(kind, Blueprint.of(str(TARGET)), SERVED[f"{kind}, some tokens"], 0))
     student = student.with_vocabulary(SOME_IDS)
     small = source_of(source.data, SETTINGS, student)
-    batch, objective = TextBatch.of([text.whole for text in small.of_step(0, quiet)]), small.objective
+    batch, objective = TextBatch.of([text.with_prompt_roots for text in small.of_step(0, quiet)]), small.objective
     assert batch.first_root == 0 < small.of_step(0, quiet)[0].num_prompt - 1
-    first = student.of_first_guesses()
+    first = student.at_depth_1()
     assert first.weights is student.weights
     predicted = first.predict(batch, torch.Generator().manual_seed(0))
     assert len(predicted.logits) == 1

@@ -61,7 +61,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
         values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
         tensors = BlockTensors.of(Fields(folder, values), weights.keys(), target.config, target.name)
         config, depths = tensors.config, tensors.config.most_depth
-        return BlockStudent.begun(
+        return BlockStudent.untrained(
             target, values, weights, tables=TargetTables.of(target), config=config, taps=config.taps,
             depth_weights=(1.0,) * depths, most_depth=depths,
         )  # fmt: skip

@@ -88,5 +88,5 @@ def test_no_folder_of_a_users_is_taken_for_a_tuned_target(tmp_path: Path) -> Non
     check_free(mine, tmp_path / "heads")
     with pytest.raises(FolderTaken):
         check_free(mine, tmp_path / "others")
-    with pytest.raises(InvalidRequest, match="is where the heads go"):
+    with pytest.raises(InvalidRequest, match="is the folder of the heads"):
         check_free(tmp_path / "heads", tmp_path / "heads")

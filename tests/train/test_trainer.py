@@ -52,7 +52,7 @@ class TwoHeads(Student):
         dice, target = torch.Generator().manual_seed(0), Blueprint.of(str(TARGET))
         weights = {f"heads.{d}.weight": torch.randn(64, 128, generator=dice) * 0.02 for d in range(2)}
         more: dict[str, Any] = {"depth_weights": (1.0, 0.8), "vocabulary": torch.arange(3, 3 + IDS)}
-        return cls.begun(target, {}, weights, table=TargetTables.of(target).embedding, **more)
+        return cls.untrained(target, {}, weights, table=TargetTables.of(target).embedding, **more)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         first = batch.first_root
@@ -68,7 +68,7 @@ class TwoHeads(Student):
 
 def trainer_in(folder: Path, student: Student, source: AnswerSource) -> Trainer:
     place = TrainFolder(folder)
-    place.claim(student.about, force=False)
+    place.claim(student.description, force=False)
     return Trainer(student, source, place, source.held_out(quiet), None, quiet)
 
 

@@ -81,7 +81,7 @@ class FixedDepth:
             budget = Budget.of(each, min(room, limit))
             if names and budget.depth > 0:
                 number = names.index(each.drafter) if each.drafter in names else len(outlook.drafters)
-                budget = budget.merging(number) if number == len(outlook.drafters) else replace(budget, drafter=number)
+                budget = budget.merged(number) if number == len(outlook.drafters) else replace(budget, drafter=number)
             budgets.append([budget])
         return fitting(load.seq_ids, budgets, spare)
 

@@ -250,7 +250,7 @@ class MeasuredDrafters:
             self.names = [*outlook.drafters, MERGED] if outlook.drafters else [""]
             self.all = [MeasuredDrafter() for _ in self.names]
         for learned, member in zip(self.all, outlook.drafters.values(), strict=False):
-            rows = zip(judged, member.came_true, strict=False)
+            rows = zip(judged, member.merged_runs, strict=False)
             runs = {seq_id: run for seq_id, run in rows if run[0]}
             if runs and member.estimate is None:
                 learned.count_runs(list(runs), list(runs.values()))
@@ -298,7 +298,7 @@ class MeasuredDrafters:
         else:
             survival = list(map(max, learned.chances(seq_id, len(promised)), promised))
         return DraftOption(
-            budget=replace(furthest.budget, min_survival=0.0).merging(len(self.all) - 1),
+            budget=replace(furthest.budget, min_survival=0.0).merged(len(self.all) - 1),
             members=frozenset[int]().union(*(option.members for option in options)),
             survival=survival,
             promised=promised,

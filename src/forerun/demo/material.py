@@ -11,7 +11,7 @@ from pathlib import Path
 from forerun.annotations import ProgressCallback
 from forerun.config import AUTO
 from forerun.demo.chat_model import kept
-from forerun.draft.auto import settled
+from forerun.draft.auto import resolve_auto
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import draft_label
 from forerun.errors import InvalidRequest
@@ -167,7 +167,7 @@ class Pair:
     @property
     def spec(self) -> DraftSpec:
         """The drafter's spec, with `auto` resolved for this target."""
-        return settled(parse_spec(self.draft), Blueprint.of(self.target))
+        return resolve_auto(parse_spec(self.draft), Blueprint.of(self.target))
 
     def load(self, depth: int | str = AUTO, progress: ProgressCallback | None = None) -> LLM:
         """Load target and drafter with this depth. The prefix cache is off, since both sides of a race must read the
@@ -184,7 +184,7 @@ def widened_pair(target: str, draft: str, progress: ProgressCallback | None) -> 
     """
     if target not in BUNDLED:
         raise InvalidRequest("widen", f"{target} is not of the bundled models {BUNDLED_NAMES}.")
-    spec = settled(parse_spec(draft), Blueprint.of(target))
+    spec = resolve_auto(parse_spec(draft), Blueprint.of(target))
     wider = Wider.of(Blueprint.of(target).config, TARGET_PARAMETERS)
     refuse(spec, target, wider)
     wide = cached_widened(target, wider, progress)

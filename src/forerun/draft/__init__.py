@@ -1,5 +1,5 @@
-"""① Draft: guesses how sequences continue, behind the protocol `base.Drafter`.
+"""① Draft: drafters, which predict how sequences continue, behind the protocol `base.Drafter`.
 
-Drafters that copy text are in `text/`, models in `model/`, those with other vocabularies in `vocab/`, those made of
-other drafters in `many/`, and trained heads in the package `heads/`.
+Drafters that copy text are in `text/`, draft models in `model/`, draft models with another tokenizer in `vocab/`,
+drafters made of other drafters in `many/`, and trained heads in the package `heads/`.
 """

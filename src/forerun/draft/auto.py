@@ -1,10 +1,10 @@
-"""Trained drafters: the record of each (`drafter.json`), and `auto`, which chooses the best one found near the target.
+"""The records of trained drafters (`drafter.json`), and `auto`, which chooses the best drafter found for a target.
 
-`drafter.json` next to a drafter's weights says which target it was trained for, by hashes of the target's weights, and
-the results on held-out answers. `auto` looks in the target's folder, in sibling folders, and among the drafters that
-ship with forerun, for records of this target: of these very weights, or of the model in another number format. Without
-any it takes the MTP modules that the target ships. The choice uses the recorded results and loads nothing; how deep
-drafts go, and whether they pay on this machine, is decided by the controller.
+`drafter.json` next to a drafter's weights names the target that it was trained for, by hashes of the target's weights,
+and its results on held-out answers. `auto` searches the target's folder, its sibling folders, and the drafters that
+ship with forerun, for records of this target: of the same weights, or of the same model in another number format. If
+there are none it uses the target's own MTP modules. The choice follows the recorded results and loads no weights. The
+controller decides later how deep drafts go, and whether they save time on this machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from forerun.models.mtp_names import find_modules
 from forerun.models.projections import layer_tensors
 
 AUTO_DRAFT = "auto"
-MODULES = DraftSpec("mtp")  # of the target's own checkpoint, where nothing that pays lies beside it
-OTHERWISE = DraftSpec("suffix")  # where it has none either: it needs no weights
+MTP_MODULES = DraftSpec("mtp")  # of the target's own checkpoint: if no record qualifies
+NO_WEIGHTS = DraftSpec("suffix")  # if the target has no MTP modules either
 RECORD = "drafter.json"
-NAMES = ("ngram", "suffix", "model", "early-exit", "medusa", "eagle", "block", "mtp")  # that a record may have
+NAMES = ("ngram", "suffix", "model", "early-exit", "medusa", "eagle", "block", "mtp")  # drafters that a record may name
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ class DrafterRecord:
     """The results of the drafter in a folder on held-out answers, at this temperature.
 
     `drafter` is its name and `argument` the part of its argument before the folder: `2:` for `early-exit:2:DIR`.
-    `target` is the digest of the target's weights, and `model`, if known, that of its norms, which are the same in all
-    number formats. `mixed_with` is a drafter without weights to combine it with in a mix: `auto` takes both.
-    `tokens_per_round` is by depth from 1. `speed_up` was predicted at the best depth from rounds timed where it was
-    trained, at batch size 1; None if none were timed.
+    `target` is the digest of the target's weights; `model`, if known, is the digest of its norms, which are equal in
+    all number formats. `mixed_with` names a drafter without weights: `auto` then chooses a mix of both.
+    `tokens_per_round` is by depth, from 1. `speed_up` is the prediction at the best depth, at batch size 1, from rounds
+    timed on the machine where the drafter was trained; None if no rounds were timed.
     """
 
     drafter: str
@@ -57,15 +57,15 @@ class DrafterRecord:
     mixed_with: str | None = None
 
     @classmethod
-    def of(cls, draft: str, folder: Path, **found: Any) -> DrafterRecord:
+    def of(cls, draft: str, folder: Path, **results: Any) -> DrafterRecord:
         """The record of the drafter with the specification `draft`, whose weights are in `folder`."""
         spec = parse_spec(draft)
         assert spec.argument is not None, "a trained drafter names its folder"
-        return cls(spec.name, spec.argument.removesuffix(str(folder)), **found)
+        return cls(spec.name, spec.argument.removesuffix(str(folder)), **results)
 
     @classmethod
     def read(cls, folder: Path) -> DrafterRecord | None:
-        """The record in a folder; None without a valid one."""
+        """The record in a folder; None if there is no valid record."""
         try:
             fields = read_fields(folder / RECORD)
             mixed_with = fields.text("mixed_with")
@@ -86,24 +86,24 @@ class DrafterRecord:
             return None
 
     def spec(self, folder: Path) -> DraftSpec:
-        """The specification of the drafter, which is in this folder."""
+        """The specification of the drafter alone, whose weights are in this folder."""
         return DraftSpec(self.drafter, argument=f"{self.argument}{folder}")
 
     def best_spec(self, folder: Path) -> DraftSpec:
-        """The drafter in a mix with `mixed_with`, if there is one."""
-        bundled = self.spec(folder)
-        return bundled if self.mixed_with is None else DraftSpec("mix", members=(parse_spec(self.mixed_with), bundled))
+        """The specification of the drafter in a mix with `mixed_with`, if that is set."""
+        alone = self.spec(folder)
+        return alone if self.mixed_with is None else DraftSpec("mix", members=(parse_spec(self.mixed_with), alone))
 
     def text(self) -> str:
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
 
     def untimed(self, target: str) -> DrafterRecord:
-        """These results for another target with the same distribution but other times: without a speed-up."""
+        """This record without a speed-up, for another target with the same distribution but other times."""
         return replace(self, target=target, model=None, speed_up=None)
 
 
 def numbers(fields: Fields, name: str) -> tuple[float, ...]:
-    """A list of numbers, at least one."""
+    """A field's list of numbers, which may not be empty."""
     values = fields.values[name]
     if not isinstance(values, list) or not values:
         raise fields.refuse(name, "it must be a list of numbers")
@@ -113,27 +113,28 @@ def numbers(fields: Fields, name: str) -> tuple[float, ...]:
 PathAndRecord = tuple[Path, DrafterRecord]
 
 
-def settled_draft(draft: str | Drafter | None, target: Blueprint) -> str | Drafter | None:
-    """The engine's drafter specification, after `auto` was replaced for this target."""
-    return str(settled(parse_spec(draft), target)) if isinstance(draft, str) else draft
+def resolved_draft(draft: str | Drafter | None, target: Blueprint) -> str | Drafter | None:
+    """The engine's drafter, with every `auto` in a specification replaced for this target."""
+    return str(resolve_auto(parse_spec(draft), target)) if isinstance(draft, str) else draft
 
 
-def settled(spec: DraftSpec, target: Blueprint, alone: bool = True) -> DraftSpec:
-    """The specification with the drafter chosen for this target in place of every `auto`. An `auto` that stands
-    `alone`, outside of a mix, may become a mix.
+def resolve_auto(spec: DraftSpec, target: Blueprint, alone: bool = True) -> DraftSpec:
+    """The specification with the drafter chosen for this target in place of every `auto`.
+
+    Only an `auto` that is `alone`, not a member of another drafter, may become a mix.
     """
     if spec.name != AUTO_DRAFT:
-        return replace(spec, members=tuple(settled(member, target, alone=False) for member in spec.members))
+        return replace(spec, members=tuple(resolve_auto(member, target, alone=False) for member in spec.members))
     if spec.argument is not None or spec.members:
-        raise UnknownDrafter(f"{spec}: auto chooses what lies beside the target: write it without an argument")
-    best = chosen(list(beside(target)))
+        raise UnknownDrafter(f"{spec}: auto finds drafters near the target by itself: write auto without an argument")
+    best = best_of_records(list(records_of(target)))
     if best is None:
-        return MODULES if ships_modules(target) else OTHERWISE
+        return MTP_MODULES if has_mtp_modules(target) else NO_WEIGHTS
     return best[1].best_spec(best[0]) if alone else best[1].spec(best[0])
 
 
-def ships_modules(target: Blueprint) -> bool:
-    """Whether a target ships MTP modules whose layers are its own."""
+def has_mtp_modules(target: Blueprint) -> bool:
+    """Whether the target's checkpoint has MTP modules with layers of the target's own kind and shapes."""
     stored, last = target.checkpoint(target.dtype).stored, target.config.layers - 1
     modules = find_modules(stored, target.config.layers)
     if modules is None:
@@ -143,10 +144,10 @@ def ships_modules(target: Blueprint) -> bool:
     return all(f"{place}{name}" in stored and stored[f"{place}{name}"].shape == shape for name, shape in shapes)
 
 
-def beside(target: Blueprint) -> Iterator[PathAndRecord]:
-    """The drafters for this target in its folder, in sibling folders, or shipped with forerun, each once, by name."""
+def records_of(target: Blueprint) -> Iterator[PathAndRecord]:
+    """The records for this target in its folder, in sibling folders, or shipped with forerun, each folder once."""
     digest, model = cache(target.weights_digest), cache(target.norms_digest)
-    files = {file.resolve().parent for file in target.weight_files}  # of a file that stands for a folder, its own place
+    files = {file.resolve().parent for file in target.weight_files}  # the folder of a target that is a single file
     places = [target.folder, target.folder.resolve().parent, *sorted(files), *sorted(SHIPPED.iterdir())]
     records = {path.resolve(): path for place in places for path in sorted(place.glob(f"*/{RECORD}"))}
     for path in records.values():
@@ -155,17 +156,18 @@ def beside(target: Blueprint) -> Iterator[PathAndRecord]:
             continue
         names = (record.drafter, *(() if record.mixed_with is None else (parse_spec(record.mixed_with).name,)))
         if unknown := next((name for name in names if name not in NAMES), None):
-            log.warning("%s is left out: it needs the drafter %s, which this version does not have", path, unknown)
+            log.warning("%s is ignored: it names the drafter %s, which this version does not have", path, unknown)
             continue
         yield path.parent, record
 
 
-def chosen(found: list[PathAndRecord]) -> PathAndRecord | None:
-    """The best of these: of the timed ones the one with the greatest predicted speed-up, if above 1; else, of the
-    untimed ones, the one with the most tokens per round; None without either.
+def best_of_records(records: list[PathAndRecord]) -> PathAndRecord | None:
+    """The record with the greatest predicted speed-up above 1.
+
+    If there is none, the record without a speed-up that has the most tokens per round; None without such records.
     """
-    timed = [each for each in found if (each[1].speed_up or 0) > 1]
-    if timed:
-        return max(timed, key=lambda each: each[1].speed_up or 0)
-    unknown = [each for each in found if each[1].speed_up is None]
-    return max(unknown, key=lambda each: max(each[1].tokens_per_round), default=None)
+    faster = [each for each in records if (each[1].speed_up or 0) > 1]
+    if faster:
+        return max(faster, key=lambda each: each[1].speed_up or 0)
+    untimed = [each for each in records if each[1].speed_up is None]
+    return max(untimed, key=lambda each: max(each[1].tokens_per_round), default=None)

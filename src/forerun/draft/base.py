@@ -1,8 +1,8 @@
 """The protocol of drafters.
 
-The engine reports final tokens to a drafter (`observe`) and asks it for draft tokens, here also called guesses
-(`propose`). A drafter declares its needs as data, and no code asks which kind it is. Verification, scheduling, stop
-conditions and other requests' text are not visible to a drafter.
+The engine reports final tokens to a drafter (`observe`) and asks it for draft tokens (`propose`). A drafter declares
+its needs as data; the engine never checks which kind of drafter it has. A drafter sees nothing of verification,
+scheduling and stop conditions.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 
-MERGED = "merged"  # the name under which all members of a mix draft one tree
+MERGED = "merged"  # the drafter name in metrics of trees merged from all members of a mix
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The limits of one sequence's draft in a round; depth 0 means no draft.
 
-    `depth` bounds a path's length, `width` the children of a node, `nodes` the number of draft tokens (without the
-    root). `drafter` selects a member of a mix. Nodes whose survival (P of the path being accepted) is below
-    `min_survival` are not worth their time and should be left out; where a tree's shape must be fixed before sampling,
-    such a node may stay, without children. With a minimum above 0 a drafter that can estimate survival returns it, for
-    chains too. `shape` fixes the tree, with its own depth, width and nodes; a drafter that cannot draft the shape stays
-    within these.
+    `depth` bounds the length of a path, `width` the children of a node, `nodes` the number of draft tokens (without the
+    root). `drafter` is the index of a member of a mix; other drafters ignore it.
+
+    The survival of a node is the probability that it and all nodes above it are accepted. A drafter that can estimate
+    survival leaves out the nodes below `min_survival`, which cost more time than they save; where a tree's shape must
+    be fixed before sampling, such a node may stay, without children. If `min_survival` is above 0 the drafter also
+    returns its estimates (`Draft.survival`), for chains too.
+
+    `shape`, if given, fixes the tree, and the other limits are those of the shape. A drafter that cannot draft this
+    shape only keeps the limits.
     """
 
     depth: int
@@ -51,7 +55,10 @@ class Budget:
 
     @classmethod
     def of(cls, speculation: Speculation, depth: int | None = None) -> Budget:
-        """A request's speculation as a budget, limited to `depth`; trees without a node count get `width` per depth."""
+        """The budget of a request's `speculation`, with at most `depth` levels.
+
+        A tree without a node count gets `width` nodes per level.
+        """
         depth = speculation.depth if depth is None else min(depth, speculation.depth)
         if speculation.tree is not None:
             tree = speculation.tree.cut(depth)
@@ -61,8 +68,8 @@ class Budget:
         nodes = speculation.nodes_within(depth)
         return cls(min(depth, nodes), speculation.width, nodes) if nodes > 0 else NO_DRAFT
 
-    def merging(self, num_members: int) -> Budget:
-        """This budget for a merged tree of all members of a mix: wider, so that all of them fit."""
+    def merged(self, num_members: int) -> Budget:
+        """This budget for the merged tree of a mix: `num_members` times as wide, so that each member has its width."""
         return replace(self, drafter=num_members, width=num_members * self.width)
 
 
@@ -73,15 +80,19 @@ NO_DRAFT = Budget(depth=0)
 class Committed:
     """Tokens that became final, prompt chunks and accepted tokens alike, packed over sequences.
 
-    Sequence `seq_ids[i]` gained `tokens[offsets[i]:offsets[i+1]]`, all read by the target; `roots[i]` is the token
-    after them, final too but not yet read. All `Committed.tokens` of a sequence, concatenated, and its last root are
-    the sequence's text. Lists on the host. `features[t]` is the target's state after reading `tokens[t]`, at the
-    drafter's declared taps. `tenants` is the tenant of each text and `num_prompts` the length of its prompt; both are
+    Sequence `seq_ids[i]` gained `tokens[offsets[i]:offsets[i+1]]`. The target has processed these tokens: they are in
+    its KV cache. `roots[i]` is the token after them, which is final but not yet processed. The text of a sequence is
+    the concatenation of its tokens in all `Committed`, followed by its last root. All lists are on the host.
+
+    `features[t]` are the target's hidden states at position `tokens[t]`, one for each of the drafter's `taps`.
+    `tenants[i]` is the tenant of sequence i and `num_prompts[i]` the length of its prompt in tokens; both lists are
     empty if unknown.
 
-    Texts with the same salt may share cached prefixes, in the caches of drafters too; None among `salts`, and no salts
-    at all, forbid it. With `adopted` the tokens are the cached prefixes of new sequences, which the target did not read
-    again: they have no features, and are no longer than the drafter allowed (`StateDrafter.adoptable`).
+    Sequences with the same salt may share cached prefixes, also in the caches of drafters. A sequence whose salt is
+    None shares with none; the same holds for all sequences if `salts` is empty.
+
+    If `adopted` is true the tokens are cached prefixes of new sequences, which the target did not process again. They
+    come without features, and are no longer than the drafter allowed (`StateDrafter.adoptable`).
     """
 
     seq_ids: Sequence[int]
@@ -95,30 +106,32 @@ class Committed:
     adopted: bool = False
 
     def rows(self) -> list[tuple[int, Sequence[int], int]]:
-        """(sequence, its new tokens, its root), one per sequence."""
+        """For each sequence its id, its new tokens and its root."""
         return [
             (seq, self.tokens[self.offsets[i] : self.offsets[i + 1]], self.roots[i])
             for i, seq in enumerate(self.seq_ids)
         ]
 
-    def shown(self, drafter: str) -> Float[Tensor, "total taps hidden"]:
+    def required_features(self, drafter: str) -> Float[Tensor, "total taps hidden"]:
         """The features. Raises WrongTarget, with the name of the drafter that needs them, if there are none."""
         if self.features is None:
             raise WrongTarget(
-                f"{drafter} reads the target's states, and is told text without them: build the drafter for the engine "
-                "that runs it, which shows them, as LLM(model, draft=...) does"
+                f"{drafter} reads the target's hidden states, and received tokens without them: build the drafter "
+                "together with the engine that runs it, as LLM(model, draft=...) does"
             )
         return self.features
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Early exit: the target's layers below `layer` have already computed these nodes.
+    """Early exit: the target's layers below `layer` have already processed these nodes.
 
-    Their keys and values lie in the tails of the target's own KV cache, at the places of a chain, and nothing else
-    does. `nodes` are indices into the flattened trees (row times columns plus column), ascending: of each chain its
-    first ones. `hidden` are their states. Unlike draft tokens this is not checked: it is for a drafter that uses the
-    target's own runner. It holds for the tree as proposed; if the tree is changed, all of it is read again.
+    Their keys and values are in the target's own KV cache, after each sequence's committed tokens, in the order of the
+    chain. `nodes` are ascending indices into the flattened trees (row times columns plus column); of each chain they
+    are the first nodes. `hidden` are the nodes' hidden states at the input of `layer`.
+
+    Unlike draft tokens this is not verified, so only a drafter that uses the target's own runner may return it. It is
+    valid for the tree as proposed: if the engine changes the tree, the target processes all nodes from the first layer.
     """
 
     layer: int
@@ -130,12 +143,13 @@ class Resume:
 class Draft:
     """The result of `propose`: the draft trees, the drafter's estimates, and the time of its own models' passes.
 
-    A mix gives in `drafter`, on the host, the index of the member that proposed each node, and at the root the one that
-    drafted the row; -1 for none. `drafter_s` is each member's drafting time.
+    Only a mix sets `drafter` and `drafter_s`. `drafter`, on the host, is the index of the member that proposed each
+    node, and at the root that of the member that drafted the row; -1 for none. `drafter_s` is the drafting time of each
+    member in seconds.
     """
 
     tree: DraftTree
-    survival: Float[Tensor, "batch nodes"] | None = None  # the drafter's P(path accepted); 1 at the root
+    survival: Float[Tensor, "batch nodes"] | None = None  # estimated P(path to this node accepted); 1 at the root
     drafter: Int[Tensor, "batch nodes"] | None = None
     resume: Resume | None = None
     pass_s: float = 0.0
@@ -144,31 +158,37 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A drafter's estimates before a round, without tensor work: host numbers, one per requested sequence.
+    """What a drafter can say about its next drafts without tensor work: host numbers, one per requested sequence.
 
-    `estimate(i, least)` gives, for the best draft of the i-th sequence, the probability that its first 1, 2, ... tokens
-    would all be accepted; a list of fewer than `AUTO_DEPTH` says that there are no more. It may leave out those below
-    `least`, which would not be drafted. It is called only where drafters or rows are compared, since it may take long;
-    `estimate` is None for a drafter that has no estimates. A mix adds the outlook of each member, by name and in order;
-    MERGED is not among them. For members whose drafts were merged in the last round, `came_true` has for each row how
-    many of their tokens were judged and how many were right, along one path.
+    `unread[i]` is the number of committed tokens that the drafter would have to process before it drafts. `limit[i]` is
+    the greatest depth that it can draft now, limited by its own context length and memory.
+
+    `estimate(i, least)` returns, for the best draft of the i-th sequence, the probability that its first 1, 2, ...
+    tokens are all accepted. It may leave out probabilities below `least`, whose tokens would not be drafted; fewer than
+    `AUTO_DEPTH` numbers mean that the draft has no more tokens. The controller calls it only to compare drafters or
+    sequences, since it may take long. It is None for a drafter without estimates. `ends_early` says that the drafter
+    ends its chains at `Budget.min_survival` by itself, so that no estimate is needed before.
+
+    A mix adds the outlook of each member in `drafters`, by name and in their order, without MERGED. `merged_runs` of a
+    member whose drafts were merged in the last round has for each sequence how many of its draft tokens were judged
+    along one path, and how many of these were accepted.
     """
 
-    unread: Sequence[int]  # committed tokens it would have to read first
-    limit: Sequence[int]  # the deepest draft it can give this sequence now (its own context length, its memory)
+    unread: Sequence[int]
+    limit: Sequence[int]
     estimate: Callable[[int, float], Sequence[float]] | None = None
     drafters: Mapping[str, Outlook] = field(default_factory=dict)
-    came_true: Sequence[tuple[int, int]] = ()
-    ends_early: bool = False  # whether its chains end at a minimum survival, so that it need not estimate before
+    merged_runs: Sequence[tuple[int, int]] = ()
+    ends_early: bool = False
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """Proposes continuations of sequences. One file per kind, in `draft/text`, `model` or `many`, or in `heads/`.
 
-    `taps` lists the target states that it reads: i is the residual stream entering layer i (the output of layer i - 1),
-    num_layers the one before the final norm, -1 the one after it; () none. `names` are its names in metrics: one unless
-    it is a mix.
+    `taps` are the hidden states of the target that the drafter reads; () for none. Tap i is the residual stream at the
+    input of layer i (the output of layer i - 1), tap num_layers the input of the final norm, and tap -1 its output.
+    `names` are the drafter's names in metrics: exactly one, unless it is a mix.
     """
 
     @property
@@ -177,93 +197,96 @@ class Drafter(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
-    def observe(self, news: Committed) -> None:
-        """Learn the final tokens, also a sequence's last ones. Only this method may extend lasting state.
+    def observe(self, committed: Committed) -> None:
+        """Record tokens that became final. Only this method may extend state that outlives a round.
 
-        New sequences appear here first. Tokens of several rounds without drafting may come in one call, before the next
-        outlook.
+        A sequence appears here before any other call, and its last tokens are reported before `forget`. Several rounds
+        without drafting may be reported in one call, before the next `outlook`.
         """
         ...
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Draft for the sequences of `draws`, in its order, within `budgets` (one per sequence).
 
-        A sequence that was never observed, or whose budget is 0, gets its root alone. `tail` counts as observed during
-        the call only. Draft tokens need not be good: bad ones only cost speed.
+        A sequence that was never observed, or whose depth is 0, gets a tree of its root alone. `tail` holds tokens that
+        count as observed during this call only. The output is exact for any draft tokens: poor ones only cost time.
         """
         ...
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """The drafter's estimates for these sequences, in this order. Host only; no tensor work."""
+        """The drafter's estimates for these sequences, in this order, computed on the host without tensor work."""
         ...
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop all state of these sequences, which are finished or preempted."""
+        """Drop all state of these sequences, which are finished or preempted; ignore unknown ids."""
         ...
 
 
 @runtime_checkable
 class StateDrafter(Drafter, Protocol):
-    """The additional method of drafters with taps."""
+    """The protocol of drafters with taps, which have one method more."""
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """How many of a new text's first `most` tokens it can do without the target's states for.
+        """For how many of the first `most` tokens of a new text the drafter does not need the target's hidden states.
 
-        The target has these tokens in its prefix cache; it reads those beyond the answer again, up to the last token of
-        `text`, its root. The tokens of the answer, or fewer, then come in a Committed that is `adopted`.
+        The target has the first `most` tokens in its prefix cache. It processes those beyond the returned number again,
+        up to the last token of `text`, the root, to compute their states. The drafter then observes the first tokens,
+        at most the returned number, in a Committed that is `adopted`.
         """
         ...
 
 
 def adoptable(drafter: Drafter, text: Sequence[int], most: int, salt: Hashable) -> int:
-    """`StateDrafter.adoptable` of any drafter: one without taps needs no states, so nothing is read again for it."""
+    """`StateDrafter.adoptable` for any drafter: one without taps needs no states, so the answer is `most`."""
     return cast(StateDrafter, drafter).adoptable(text, most, salt) if drafter.taps else most
 
 
 def begin_next(drafter: Drafter, judged: VerifiedChains) -> Download | None:
-    """Let a drafter start the next draft on a device that has judged its last one, before the host knows the verdict.
+    """Start the next draft on the device that has verified the last one, before the host has the verdict.
 
-    Returns the verdict's copy to the host, followed by the tokens of the judged trees; None if nothing is started, as
-    for drafters without this method. The next `propose` takes the result if it asks for the same.
+    Returns the copy to the host of the verdict followed by the tokens of the verified trees, or None if no draft was
+    started, as for a drafter without a method `begin_next`. The next `propose` returns this draft if its sequences and
+    budgets are the same.
     """
     begin = getattr(drafter, "begin_next", None)
     return None if begin is None else begin(judged)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A chain of another drafter's tokens to be judged, for one sequence.
+class ChainToJudge:
+    """A chain of another drafter's tokens for one sequence.
 
-    `late` are the tokens after the observed text, to be taken as final: its root, and tokens emitted after it;
-    `guesses` follow its last token.
+    `after_text` are the tokens after the observed text, which the judge takes as final: the root, and tokens emitted
+    after it. The `draft_tokens` follow the last of them.
     """
 
     seq_id: int
-    late: Sequence[int]
-    guesses: Sequence[int]
+    after_text: Sequence[int]
+    draft_tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeLogits:
-    """The logits after the last token of `late` and after each guess, packed, for the questions `answered`, in order.
+    """The logits after the last token of `after_text` and after each draft token, packed over chains.
 
-    `answered` are indices; for the other questions the cache had no room. `pass_s` is the time of the passes.
+    `indices` are those of the chains with logits, ascending; the judge's cache had no room for the other chains.
+    `pass_s` is the time of the judge's passes in seconds.
     """
 
-    answered: Sequence[int]
+    indices: Sequence[int]
     logits: Float[Tensor, "rows vocab"]
     pass_s: float
 
 
 @runtime_checkable
 class Judge(Drafter, Protocol):
-    """A drafter that can also judge another drafter's tokens, as in a cascade."""
+    """A drafter that can also verify another drafter's tokens, as in a cascade."""
 
-    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
-        """Its logits, at the target's width, along one chain of another drafter's tokens for each of these sequences.
+    def judge(self, chains: Sequence[ChainToJudge]) -> JudgeLogits:
+        """The logits of this drafter's model over the target's vocabulary along these chains, one per sequence.
 
-        `late` and guesses together must stay within the sequence's `outlook` limit. What was read for a question stays
-        cached until the next one, which reads only new tokens, and `observe` keeps what it confirms. A function of
-        text, `late` and guesses alone.
+        `after_text` and `draft_tokens` together must stay within the sequence's `outlook` limit. The logits depend on
+        the text and these tokens alone. Keys and values stay cached until the next call, which processes new tokens
+        only; `observe` keeps those of tokens that become final.
         """
         ...

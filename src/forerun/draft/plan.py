@@ -1,7 +1,7 @@
 """The plan of a drafter before it is loaded: the memory that it needs, and how to build it.
 
-Each drafter's file makes the plan of its own specification; `forerun/drafters.py` has the table of them. Memory is
-planned between planning and building, so planning loads no weights.
+Each drafter's file has the function that plans its specification; `forerun/drafters.py` has the table of these
+functions. Planning loads no weights, because the engine divides the memory after planning and before building.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """The target that drafters are planned for, and its tokenizer. `taken` are the names of caches that are in use."""
+    """The target that drafters are planned for, and its tokenizer. `taken` are the cache names already in use."""
 
     target: Blueprint
     tokenizer: Tokenizer
@@ -32,7 +32,7 @@ class DraftContext:
     taken: Collection[str] = ()
 
     def unused(self, name: str) -> str:
-        """The name, numbered if it is taken, because one checkpoint may be used twice."""
+        """The name, numbered if it is taken: one checkpoint may be used twice."""
         return free_name(name, self.taken)
 
 
@@ -45,13 +45,14 @@ BuildJudge = Callable[[CacheTokens, ProgressCallback | None, Runner], Judge]
 class DraftPlan:
     """A drafter that was found and checked but not loaded, with the numbers that the memory plan needs.
 
-    `models` has an entry for every model that it loads, by the name of the model's KV cache. `build` loads them, given
-    how many tokens each of these caches may hold, a progress callback, and the loaded target, whose weights and cache
-    the drafter may share and whose positions limit the text: it then works only in engines on that runner. A cache of 0
-    tokens gives a drafter that never drafts. `fingerprint` identifies its weights; empty without weights. `build_judge`
-    loads it as one that can judge others in a cascade; None if it cannot. `remembered_bytes` is the host memory that it
-    wants for past texts, by name; `build` gets the granted size together with the tokens. `num_members` is the number
-    of drafters that may share one tree.
+    `models` has an entry for each model that the drafter loads, by the name of the model's KV cache. `build` loads the
+    models, given the capacity of each of these caches in tokens, a progress callback, and the loaded target. A drafter
+    may share the target's weights and cache, and then works only in engines on that runner. With a cache of 0 tokens it
+    never drafts. `build_judge` builds the drafter as a judge for a cascade; None if it cannot judge. `fingerprint`
+    identifies the weights; it is empty without weights.
+
+    `remembered_bytes` is the host memory requested for past answers, by name; `build` gets the granted sizes in the
+    mapping of cache capacities. `num_members` is the number of drafters whose trees may be merged.
     """
 
     models: Mapping[str, ModelMemory]
@@ -66,7 +67,7 @@ PlanMember = Callable[[DraftSpec, DraftContext], DraftPlan]
 
 
 def member_plans(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> list[DraftPlan]:
-    """The plans of this drafter's members, with distinct cache names."""
+    """The plans of the specification's members, with distinct cache names."""
     plans: list[DraftPlan] = []
     for member in spec.members:
         plans.append(plan(member, context))
@@ -75,7 +76,7 @@ def member_plans(spec: DraftSpec, context: DraftContext, plan: PlanMember) -> li
 
 
 def joined_plans(plans: Sequence[DraftPlan], build: Build) -> DraftPlan:
-    """The joint plan of several drafters."""
+    """The plan of a drafter made of these, with the memory of all and the given `build`."""
     return DraftPlan(
         models={name: model for plan in plans for name, model in plan.models.items()},
         build=build,
@@ -91,12 +92,12 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def check_drafter(drafter: Drafter, num_layers: int) -> None:
-    """Raise UnknownDrafter for an object that is no drafter for a target of so many layers."""
-    lacking = [part for part in vars(Drafter) if not (part.startswith("_") or hasattr(drafter, part))]
-    if lacking:
-        problem = f"nor a Drafter: it has no {lacking[0]}"
+    """Raise UnknownDrafter for an object that is not a drafter for a target of `num_layers` layers."""
+    missing = [name for name in vars(Drafter) if not (name.startswith("_") or hasattr(drafter, name))]
+    if missing:
+        problem = f"nor a Drafter: it has no {missing[0]}"
     elif isinstance(drafter, type):
-        problem = f"but a class: give an object of it, as in {drafter.__name__}()"
+        problem = f"but a class: pass an instance, as in {drafter.__name__}()"
     elif not (is_sequence(drafter.names, str) and drafter.names):
         problem = f"nor a Drafter: its names, {shown(drafter.names)}, must be a tuple of strings, such as ('phrases',)"
     elif not (is_sequence(drafter.taps, int) and all(-1 <= tap <= num_layers for tap in drafter.taps)):
@@ -109,16 +110,16 @@ def check_drafter(drafter: Drafter, num_layers: int) -> None:
 
 
 def is_sequence(value: object, kind: type) -> bool:
-    """Whether the value is a tuple or a list of such items."""
+    """Whether the value is a tuple or a list of items of this kind."""
     return isinstance(value, tuple | list) and all(isinstance(each, kind) for each in value)
 
 
 def refuse_members(spec: DraftSpec) -> None:
-    """Raise UnknownDrafter if the specification has members: for drafters that are not made of others."""
+    """Raise UnknownDrafter if the specification has members; for drafters that are not made of others."""
     if spec.members:
         refuse(spec, f"it takes no list of drafters; write {spec.name} alone")
 
 
 def refuse(spec: DraftSpec, fix: str) -> NoReturn:
-    """Raise UnknownDrafter for a drafter's argument, with the form that it should have."""
+    """Raise UnknownDrafter for this specification, with the fix."""
     raise UnknownDrafter(f"drafter {str(spec)!r}: {fix}")

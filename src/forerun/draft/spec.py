@@ -1,8 +1,8 @@
-"""The spelling of drafters: `name`, `name:argument`, or `name[drafter, drafter, ...]`, nested to any depth.
+"""The grammar of drafter specifications: `name`, `name:argument` or `name[drafter, drafter, ...]`, nested at will.
 
-This file decides only the grammar; the table of `forerun/drafters.py` says which names exist, and each drafter's plan
-whether it takes an argument. Examples: `ngram`, `ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An
-argument ends at a comma or a bracket; one that contains such a character is put in double quotes.
+Examples: `ngram`, `ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An argument ends at a comma or a
+bracket; one that contains such a character is put in double quotes. The table in `forerun/drafters.py` lists the names,
+and each drafter's plan checks its argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUOTED = re.compile(r'"([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A drafter as the user spelled it: its name, its argument if any, and the drafters it is made of."""
+    """A parsed specification: the drafter's name, its argument if any, and the drafters that it is made of."""
 
     name: str
     argument: str | None = None
@@ -35,7 +35,7 @@ class DraftSpec:
 
 
 def parse_spec(text: str) -> DraftSpec:
-    """The drafter that `text` spells; raises UnknownDrafter with the position of what is wrong and the fix."""
+    """Parse a specification; raises UnknownDrafter with the position of the mistake and the fix."""
     parser = Parser(text)
     spec = parser.drafter()
     if parser.ahead == ",":
@@ -46,7 +46,7 @@ def parse_spec(text: str) -> DraftSpec:
 
 
 class Parser:
-    """Reads one specification from left to right."""
+    """Parses one specification from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -60,7 +60,7 @@ class Parser:
         return self.text[self.at : self.at + 1]
 
     def drafter(self) -> DraftSpec:
-        """One drafter, with everything nested in it."""
+        """Parse one drafter with the drafters nested in it."""
         name = NAME.match(self.text, self.at) if self.ahead else None
         if name is None:
             self.fail("write a drafter's name here: small letters, digits and hyphens, as in ngram")
@@ -71,7 +71,7 @@ class Parser:
         return DraftSpec(name.group(), members=self.members() if self.ahead == "[" else ())
 
     def argument(self) -> str:
-        """The text after the colon, without quotes."""
+        """Parse the text after the colon; returns it without quotes."""
         if self.ahead == '"':
             match = QUOTED.match(self.text, self.at)
             if match is None:
@@ -85,7 +85,7 @@ class Parser:
         return match.group().rstrip()
 
     def members(self) -> tuple[DraftSpec, ...]:
-        """The drafters between brackets, at least one."""
+        """Parse the drafters between brackets, at least one."""
         members = []
         while self.ahead in ("[", ","):
             self.at += 1

@@ -82,5 +82,5 @@ def tail_tokens(speculation: Speculation, num_members: int, max_model_len: int) 
     context. A tree needs more: its nodes are stored behind the slots of its longest path.
     """
     budget = Budget.of(speculation, max_model_len - 2)
-    slots = slots_of(budget if num_members == 1 else budget.merging(num_members))
+    slots = slots_of(budget if num_members == 1 else budget.merged(num_members))
     return max(0, slots - budget.depth - 1)

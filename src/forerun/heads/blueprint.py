@@ -1,8 +1,8 @@
-"""HeadBlueprint: trained heads that were checked but not loaded, and how they grow when their target is widened.
+"""HeadBlueprint: trained heads that were checked but not loaded, and how they are widened together with their target.
 
-The states of a widened target are the old ones followed by zeros. So the heads' tensors grow as the target's do
-(`models/widen.py`), and the layers that they name, as taps or as an exit, become those with the same states in the
-widened target. The blueprint of each kind lists these tensors and fields; `widen.py` writes the folder.
+The states of a widened target are the old ones followed by zeros. So the heads' tensors are widened like the target's
+(`models/widen.py`), and the layers that they refer to, as taps or as an exit, become the layers with the same states in
+the widened target. The blueprint of each kind lists these tensors and fields; `widen.py` writes the folder.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from forerun.models.widen import WRITERS, Plan, Wider
 class WideDrafter:
     """A widened drafter: the shapes of its tensors before (`narrow`) and after (`wide`), and the fields that change.
 
-    Tensors are classified by the ends of their names: `writers` add to a residual stream; `inner` matrices do not read
-    one, as the output projections of a layer; `readers` read one although they are not matrices. `qk_norm`: the layers
+    The ends of tensor names classify them: `writers` add to the residual stream; `inner` matrices do not read it, like
+    the output projections of a layer; `readers` read it although they are not matrices. `qk_norm`: whether the layers
     norm queries and keys. `argument` is the part of the drafter's argument before the folder.
     """
 
@@ -62,16 +62,16 @@ class WideDrafter:
         writers: tuple[str, ...] = (),
         **more: Any,
     ) -> WideDrafter:
-        """A widened drafter made of layers, whose configuration becomes `wide`, with further fields and writers."""
+        """A widened drafter made of layers, which have the configuration `wide`, with further fields and writers."""
         size = {"vocab_size": wide.vocab_size} if wide.vocab_size else {}
         values = {**wide.layer_fields(), **size, **fields}
         return cls(folder, *shapes, values, (*WRITERS, *writers), wide.qk_norm, **more)
 
 
 def widened_layers(config: ModelConfig, plan: Plan, name: str) -> ModelConfig:
-    """The layers' configuration, widened like the target's. Raises InvalidRequest if their width differs from its."""
+    """The layers' configuration, widened like the target's. Raises InvalidRequest for layers of another width."""
     if config.hidden != plan.source.config.hidden:
-        raise InvalidRequest("draft", f"{name} has a width of its own, and cannot be widened with the target.")
+        raise InvalidRequest("draft", f"{name} cannot be widened with the target, whose width it does not have.")
     return replace(Wider(plan.wide.hidden, config.layers).shape(config), vocab_size=config.vocab_size)
 
 
@@ -87,23 +87,23 @@ class HeadBlueprint(ABC):
     @classmethod
     @abstractmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
-        """The heads of a specification. Raises UnknownDrafter for a wrong argument, ModelError for an unusable folder.
+        """The heads of a specification; `open_folder` opens folders of their kind.
 
-        `open_folder` opens folders of their kind.
+        Raises UnknownDrafter for an invalid argument, ModelError for an unusable folder.
         """
 
     @abstractmethod
     def plan(self, name: str) -> DraftPlan:
-        """The plan of their drafter, under this name."""
+        """The plan of the heads' drafter; `name` is that of its model in the plan."""
 
     @abstractmethod
     def widened(self, plan: Plan) -> WideDrafter:
-        """The heads, widened with the target. Raises InvalidRequest."""
+        """The heads, widened with the target. Raises InvalidRequest if they cannot be widened."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderBlueprint(HeadBlueprint):
-    """Heads whose argument is their folder, with its `tensors`; `ids` are the target's ids of the tokens they guess."""
+    """Heads whose argument is their folder, with its `tensors`; `ids` are the target's ids of their output tokens."""
 
     method: ClassVar[DraftMethod[Any]]
     folder: HeadFolder
@@ -112,7 +112,7 @@ class FolderBlueprint(HeadBlueprint):
 
     @classmethod
     def of(cls, folder: HeadFolder) -> FolderBlueprint:
-        """The heads in a folder. Raises ModelError for one that cannot be used."""
+        """The heads in a folder. Raises ModelError if it cannot be used."""
         target = folder.target
         tensors = cls.method.read(folder.fields, folder.checkpoint.stored, target.config, target.name)
         return cls.checked(folder, folder.checked(tensors))
@@ -125,7 +125,7 @@ class FolderBlueprint(HeadBlueprint):
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
         if spec.argument is None:
-            refuse(spec, f"name the folder with the heads, as in {spec.name}:DIR")
+            refuse(spec, f"the argument is the folder with the heads, as in {spec.name}:DIR")
         return cls.of(open_folder(spec.argument))
 
     @property
@@ -148,8 +148,8 @@ class FolderBlueprint(HeadBlueprint):
 class StateBlueprint(FolderBlueprint):
     """Layers with their own cache that read the target's states.
 
-    Their tensors have the configuration of the `layers`, can be those `for_length`, and say which of them are `tables`,
-    which are never quantized.
+    `tensors` has the configuration of the layers (`layers`), a variant for shorter texts (`for_length`), and the names
+    of the tensors that are never quantized (`tables`).
     """
 
     decoder: ClassVar[type[Any]]  # of tensors, folder, target and ids
@@ -176,8 +176,7 @@ class StateBlueprint(FolderBlueprint):
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """The declarations of a kind of heads: how its folders are recognised, its blueprint, its student, and the layouts
-    of its conversions."""
+    """What a kind of heads consists of: the signs of its folders, its blueprint, its student, and its layouts."""
 
     signs: HeadSigns
     blueprint: type[HeadBlueprint]

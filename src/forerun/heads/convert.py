@@ -1,7 +1,8 @@
-"""The conversion of a drafter to another format: recognise, read, check, write, read back, then name the folder.
+"""The conversion of a drafter's checkpoint to another format.
 
-A folder is read in the first layout of the kinds' tables that fits it. The result is read back and compared with the
-source: tensors bit for bit, and the meaning of config.json. The folder gets its final name only after that.
+A folder is read in the first layout that fits it, of those that the kinds of heads list. The new folder is written
+under a temporary name, read back, and compared with the source: tensors bit for bit, and the meaning of config.json.
+Only then it gets its final name.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from forerun.store import names_in, save_pickle, save_tensors, whole_folder, wri
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.parts.layouts)
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
-NOT_RUN: Mapping[str, str] = {  # types of speculators that are not read, and why
-    "xpress": "xPress combines the guesses of a block in a way that no drafter here computes"
+UNSUPPORTED: Mapping[str, str] = {  # types of speculators that are not read, and why
+    "xpress": "forerun has no drafter that combines the draft tokens of a block as xPress does"
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The result of a conversion: the source, both layouts, and the new folder."""
+    """The result of a conversion: the source, the layouts before and after, and the new folder."""
 
     source: str
     read: DraftLayout
@@ -58,16 +59,16 @@ class Converted:
 
 
 def convert(source: str, to: str, out: Path, model: str | None = None, force: bool = False) -> Converted:
-    """Write the drafter in `source` to the folder `out` in the format `to`. `model` is its target, checked if given.
+    """Write the drafter in `source` to the folder `out` in the format `to`; if its target `model` is given, check it.
 
     Raises InvalidRequest for an unknown format or a folder that is not empty, ModelError for a drafter that cannot be
-    read or written; then nothing is written. With `force`, existing files of the same names are replaced.
+    read or written; nothing is written then. With `force`, existing files of the same names are replaced.
     """
     check_free(out, force)
     source_files = DraftFiles.of(find_heads(source, files=FETCHED))
     if out.exists() and out.resolve() == source_files.folder.resolve():
-        raise InvalidRequest("out", f"{out} is what is read: name another folder.")
-    layout = recognise(source_files)
+        raise InvalidRequest("out", f"{out} is the source: name another folder.")
+    layout = find_layout(source_files)
     written_as = layout_of(to, layout.method)
     target = None if model is None else TargetFacts.of(model)
     files = layout.read(source_files, target)
@@ -83,17 +84,17 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
 
 
 def check_free(out: Path, force: bool) -> None:
-    """Raise InvalidRequest if the folder cannot be created, or is not empty."""
+    """Raise InvalidRequest if the folder cannot be created, or is not empty and may not be overwritten (`force`)."""
     if not out.name:
-        raise InvalidRequest("out", f"{out} is no new folder: name one.")
+        raise InvalidRequest("out", f"{out} is not the name of a new folder: name one.")
     if not out.resolve().parent.is_dir():
-        raise InvalidRequest("out", f"the folder {out.parent} is not there: make it, or name another one.")
+        raise InvalidRequest("out", f"the folder {out.parent} does not exist: create it, or name another one.")
     if out.exists() and not out.is_dir():
         raise InvalidRequest("out", f"{out} is a file: name a folder.")
     held = names_in(out) if out.is_dir() else []
     if held and not force:
         shown = ", ".join(held[:3])
-        raise InvalidRequest("out", f"{out} holds {shown}: name another folder, or overwrite it with --force.")
+        raise InvalidRequest("out", f"{out} contains {shown}: name another folder, or overwrite it with --force.")
 
 
 def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
@@ -106,14 +107,14 @@ def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
 
 
 def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: TargetFacts | None) -> None:
-    """Raise UnsupportedModel if the folder does not hold the same drafter as `files`."""
+    """Raise UnsupportedModel unless the folder contains the same drafter as `files`."""
     read_back = layout.read(DraftFiles.of(folder), target)
     names = sorted(files.tensors.keys() | read_back.tensors.keys())
     lost = [f"the tensor {name}" for name in names if not same(files.tensors.get(name), read_back.tensors.get(name))]
     if layout.method.meaning(files, target) != layout.method.meaning(read_back, target):
         lost.append("the configuration")
     if lost:
-        problem = f"cannot be kept as {layout.format}: {lost[0]} would be lost; choose another format"
+        problem = f"cannot be written as {layout.format}: {lost[0]} would be lost; choose another format"
         raise UnsupportedModel(f"{files.folder} {problem}")
 
 
@@ -122,16 +123,16 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def recognise(source: DraftFiles) -> DraftLayout:
+def find_layout(source: DraftFiles) -> DraftLayout:
     """The layout of a folder. Raises UnsupportedModel if no layout fits."""
     kind = source.config.get(SPECULATORS)
-    if isinstance(kind, str) and kind in NOT_RUN:
-        raise source.fields.refuse(SPECULATORS, NOT_RUN[kind])
-    layout_found = next((layout for layout in LAYOUTS if layout.holds(source)), None)
-    if layout_found is None:
-        signs = "; ".join(f"{each.method.label} ({each.format}): {each.sign}" for each in LAYOUTS)
-        raise UnsupportedModel(f"{source.folder} is in none of the layouts that are read. These are: {signs}")
-    return layout_found
+    if isinstance(kind, str) and kind in UNSUPPORTED:
+        raise source.fields.refuse(SPECULATORS, UNSUPPORTED[kind])
+    for layout in LAYOUTS:
+        if layout.fits(source):
+            return layout
+    signs = "; ".join(f"{each.method.label} ({each.format}): {each.sign}" for each in LAYOUTS)
+    raise UnsupportedModel(f"{source.folder} has an unknown layout; known are: {signs}")
 
 
 def layout_of(format_name: str, method: DraftMethod[Any]) -> DraftLayout:
@@ -139,9 +140,9 @@ def layout_of(format_name: str, method: DraftMethod[Any]) -> DraftLayout:
     if format_name not in FORMATS:
         near = nearest(format_name, FORMATS)
         meant = f"did you mean {near}? Otherwise " if near else ""
-        raise InvalidRequest("to", f"{format_name!r} is no format: {meant}choose one of {', '.join(FORMATS)}.")
+        raise InvalidRequest("to", f"{format_name!r} is not a format: {meant}choose one of {', '.join(FORMATS)}.")
     formats = {layout.format: layout for layout in LAYOUTS if layout.method is method}
     if format_name not in formats:
         cure = f"choose one of {', '.join(formats)}"
-        raise InvalidRequest("to", f"{format_name!r} has no place for {method.label}: {cure}.")
+        raise InvalidRequest("to", f"{format_name!r} cannot store the method {method.label}: {cure}.")
     return formats[format_name]

@@ -1,8 +1,8 @@
-"""HeadFolder: a folder of trained heads, with what all kinds of heads have in common.
+"""HeadFolder: a folder of trained heads of any kind.
 
-This file finds the folder, checks that it holds the tensors of its kind and no others, computes the memory of its
-layers, and loads them with the target's kernels. `kinds.py` is the table of kinds; the tensors and fields of a kind are
-defined in its `format.py`.
+This file finds the folder, checks that it has the tensors of its kind and no others, computes the memory of its layers,
+and loads them with the target's kernels. `kinds.py` is the table of kinds; the `format.py` of a kind defines its
+tensors and fields.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from forerun.models.projections import HEAD, Shapes
 from forerun.models.source import HUB_FILES, find_folder, similar_names
 from forerun.models.weights import BUFFERS, Checkpoint
 
-OWN_EMBEDDING = "embed_tokens.weight"  # of a drafter
-OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # file endings in which heads are published
+OWN_EMBEDDING = "embed_tokens.weight"  # a drafter's own embedding
+OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # endings of files with published heads
 WANTED = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
 OpenFolder = Callable[[str], "HeadFolder"]  # opens a folder of one kind by its name
 
 
 @runtime_checkable
 class HeadTensors(Protocol):
-    """The tensors of heads, by their folder's config.json.
+    """The tensors that a folder of heads must have, according to its config.json.
 
-    `title` is what errors call the heads. `idle` are further tensors that a folder may have, and that are not read, or
-    read by themselves. `draft_vocab` is the number of tokens that the heads guess.
+    `title` describes the heads in error messages. `idle` are further tensors that a folder may have; they are not read,
+    or are read separately. `draft_vocab` is the number of tokens of the heads' output.
     """
 
     @property
@@ -57,7 +57,7 @@ class HeadTensors(Protocol):
     def draft_vocab(self) -> int: ...
 
     def shapes(self) -> Shapes:
-        """Names and shapes of all tensors that are read, except the table of ids."""
+        """Names and shapes of all tensors, except the table of ids."""
         ...
 
 
@@ -66,10 +66,10 @@ TensorsT = TypeVar("TensorsT", bound=HeadTensors)
 
 @dataclass(frozen=True, slots=True)
 class HeadSigns:
-    """How config.json identifies a kind of heads: `keys` are pairs of a key and a text that its value contains.
+    """How config.json identifies a kind of heads: by one of `keys`, pairs of a key and a text that its value contains.
 
     Every folder of the kind has the key `needed`. `argument` is a key whose value precedes the folder in `--draft`.
-    `layout` is the format of `forerun convert` that the error for weights in other files than safetensors recommends.
+    `layout` is the format of `forerun convert` to recommend for weights that are not in safetensors.
     """
 
     keys: tuple[tuple[str, str], ...] = ()
@@ -78,7 +78,7 @@ class HeadSigns:
     layout: str | None = None
 
     def match(self, fields: Fields) -> bool:
-        """Whether these fields are of this kind."""
+        """Whether these are the fields of a folder of this kind."""
         values = {key: value for key, value in fields.values.items() if value is not None}
         return any(key in values and text in str(values[key]) for key, text in self.keys)
 
@@ -87,7 +87,8 @@ class HeadSigns:
 class HeadFolder:
     """A folder of heads for `target`, with the fields of its config.json and the headers of its tensors.
 
-    `name` is the user's name for it. `is_targets`: it is the target's own checkpoint, which holds the heads too.
+    `name` is the folder as the user wrote it. `is_targets`: whether it is the target's own checkpoint, which contains
+    the heads too.
     """
 
     name: str
@@ -98,12 +99,12 @@ class HeadFolder:
 
     @classmethod
     def at(cls, folder: Path, name: str, target: Blueprint) -> HeadFolder:
-        """An existing folder. Raises ModelError if it has no weights."""
+        """The heads in an existing folder. Raises ModelError if it has no weights."""
         return cls(name, target, read_fields(folder / "config.json"), Checkpoint(folder, target.dtype))
 
     @classmethod
     def of_target(cls, target: Blueprint) -> HeadFolder:
-        """The target's own folder."""
+        """The heads in the target's own folder."""
         return replace(cls.at(target.folder, str(target.folder), target), is_targets=True)
 
     @property
@@ -112,7 +113,7 @@ class HeadFolder:
 
     @property
     def backend(self) -> Backend:
-        """The target's backend, which computes the heads too."""
+        """The target's backend, which also runs the heads."""
         return self.target.backend()
 
     @property
@@ -122,20 +123,20 @@ class HeadFolder:
 
     @property
     def make(self) -> MakeLinear:
-        """Makes a linear layer of weights, quantized as `quantize` says."""
+        """A function that makes a linear layer from weights, with the quantization `quantize`."""
         return partial(self.backend.linear, quantize=self.quantize)
 
     def shared_head(self, ids: Int[Tensor, " draft_vocab"], target: Decoder) -> Linear:
-        """The target's head, or the rows of these ids unless they are all ids in order."""
+        """The target's head, or a head of its rows `ids` unless these are all ids in order."""
         is_whole = torch.equal(ids, torch.arange(target.config.vocab_size))
         return target.shared_head() if is_whole else self.target.head_rows(ids)
 
     def take(self, name: str) -> Tensor:
-        """A tensor of the folder, whose shape was checked, on the target's device."""
+        """Load a tensor, whose shape was checked before, to the target's device."""
         return self.checkpoint.take(name, self.checkpoint.stored[name].shape).to(self.target.placement.device)
 
     def checked(self, tensors: TensorsT, *cures: str) -> TensorsT:
-        """These tensors, all checked by their headers: the folder must have them, and no others but those `idle`.
+        """Check by the headers that the folder has these tensors, and no others except those `idle`; returns them.
 
         Raises ModelError; `cures` are further suggestions for an unknown tensor.
         """
@@ -146,7 +147,7 @@ class HeadFolder:
         return tensors
 
     def layers(self, config: ModelConfig, shapes: Shapes, tables: Collection[str] = ()) -> Blueprint:
-        """The folder's layers as a model without a vocabulary; `tables` are tensors that are not part of layers."""
+        """The folder's layers as a model without a vocabulary; `tables` are the tensors that are not part of layers."""
         size = sum(math.prod(shape) for name, shape in shapes.items() if name not in tables)
         return Blueprint(
             spec=replace(self.target.spec.derive(self.name), quantize=self.quantize),
@@ -160,8 +161,10 @@ class HeadFolder:
         )
 
     def memory(self, config: ModelConfig, shapes: Shapes, tables: Collection[str], shared_rows: int = 0) -> ModelMemory:
-        """Memory of the loaded layers, of `tables`, which are never quantized, and of a copy of `shared_rows` rows of
-        the target's head; a head of all rows is shared, not copied."""
+        """The memory of the layers, of `tables`, which are never quantized, and of a copy of rows of the target's head.
+
+        The copy has `shared_rows` rows; a head of all rows is shared, not copied.
+        """
         shared_rows = 0 if shared_rows == self.target.config.vocab_size else shared_rows
         layers = self.layers(config, shapes, tables)
         size = sum(math.prod(shape) for name, shape in shapes.items() if name in tables)
@@ -178,8 +181,8 @@ class HeadFolder:
 def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     """The folder of trained heads of this name: a folder, a bundled name, or a hub id as owner/name.
 
-    `files` are fetched from the hub. Raises ModelNotFound for a missing folder, for an unknown name without an owner,
-    and for a bundled model that is not heads.
+    `files` are the patterns of files to download. Raises ModelNotFound for a missing folder, for an unknown name
+    without an owner, and for the name of a bundled model.
     """
     try:
         exists = Path(name).expanduser().exists()
@@ -188,7 +191,7 @@ def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if not exists and name in BUNDLED_HEADS:
         return BUNDLED_HEADS[name]
     if not exists and name in BUNDLED:
-        raise ModelNotFound(f"{name} is a model, which drafts as model:{name}; for heads {WANTED}")
+        raise ModelNotFound(f"{name} is a model, not heads: use it as model:{name}; for heads {WANTED}")
     if not exists and "/" not in name:
         near = [each for each in similar_names(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
@@ -197,7 +200,7 @@ def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
 
 
 def refuse_other_weights(folder: Path, layout: str) -> None:
-    """Raise MissingWeights for a folder whose weights are not in model.safetensors."""
+    """Raise MissingWeights, with the conversion to `layout`, for weights in other files than model.safetensors."""
     stored = [folder / name for name in ("model.safetensors", "model.safetensors.index.json")]
     others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
     if others and not any(path.exists() for path in stored):
@@ -206,23 +209,22 @@ def refuse_other_weights(folder: Path, layout: str) -> None:
 
 
 def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], heads: str, *cures: str) -> None:
-    """Raise UnsupportedModel for a stored tensor that is neither read nor a buffer that can be recomputed."""
+    """Raise UnsupportedModel for a stored tensor that is neither read nor a buffer, which can be recomputed."""
     unread = sorted(name for name in stored if name not in read and not name.endswith(BUFFERS))
     if unread:
         cure = ", ".join(("use the config.json that came with the weights", *cures))
-        raise UnsupportedModel(f"{folder}: the tensor {short(unread[0])} is none of {heads}: {cure}")
+        raise UnsupportedModel(f"{folder}: the tensor {short(unread[0])} does not belong to {heads}: {cure}")
 
 
 def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
-    """Raise UnsupportedModel for a field whose size differs from the target's, given as keywords."""
+    """Raise UnsupportedModel for a field whose size differs from the target's; `sizes` are the target's, by field."""
     for key, size in sizes.items():
         if fields.values.get(key) not in (None, size):
             raise fields.refuse(key, f"{target} has {size}: name a drafter that was trained for it")
 
 
 def refuse_missing_tables(fields: Fields, target: str, of: ModelConfig, hidden: int, tables: Shapes) -> None:
-    """Raise UnsupportedModel for a drafter of another width (`hidden`) than its target's that lacks an embedding or a
-    head of its own among its `tables`."""
+    """Raise UnsupportedModel for a drafter of another width than its target's without its own embedding and head."""
     missing = [name for name in (OWN_EMBEDDING, HEAD) if name not in tables]
     if missing and hidden != of.hidden:
         fix = "name a drafter that was trained for it, or add that tensor"
@@ -230,11 +232,11 @@ def refuse_missing_tables(fields: Fields, target: str, of: ModelConfig, hidden: 
 
 
 def limited(config: ModelConfig, max_positions: int) -> ModelConfig:
-    """The configuration for texts of at most this length."""
+    """The configuration for texts of at most `max_positions` tokens."""
     return replace(config, max_positions=min(max_positions, config.max_positions))
 
 
 def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:
-    """The fields as those of a model of the drafter's layers, with defaults from `usual`."""
+    """The fields of the drafter's layers as those of a model, with defaults from `usual`."""
     kept = {key: value for key, value in fields.values.items() if key != "architectures"}
     return replace(fields, values={**usual, **kept})

@@ -1,7 +1,6 @@
 """Initial weights of a drafter in training, the target's tables that it uses, and how it is saved.
 
-Weights map the names in the checkpoint to float32 tensors. The target's embedding, head and norm are loaded in float32
-too.
+Weights are float32 tensors by their names in the checkpoint. The target's embedding, head and norm are float32 too.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SPREAD = 0.02  # standard deviation of fresh weights
 
 @dataclass(frozen=True, slots=True)
 class TargetHead:
-    """The target's output layer: weights, and a bias and a soft cap on the logits if it has them."""
+    """The target's output layer: weights, and a bias and a soft cap of the logits if it has them."""
 
     weight: Float[Tensor, "ids hidden"]
     bias: Float[Tensor, " ids"] | None = None
@@ -51,7 +50,7 @@ class TargetTables:
     embedding: Float[Tensor, "vocab hidden"]
     head: TargetHead
     norm: Float[Tensor, " hidden"]
-    scale: Float[Tensor, " hidden"] | None = None  # the norm's gains; None if it is not a plain RMS norm
+    scale: Float[Tensor, " hidden"] | None = None  # the norm's gains if it is a plain RMS norm, else None
 
     @classmethod
     def of(cls, target: Blueprint) -> TargetTables:
@@ -67,12 +66,12 @@ class TargetTables:
 
 
 def stored_dtype(target: Blueprint) -> torch.dtype:
-    """The dtype of a trained drafter: bfloat16 for a target stored in 16 bits, else float32."""
+    """The dtype in which a trained drafter is stored: bfloat16 for a target stored in 16 bits, else float32."""
     return torch.bfloat16 if target.config.dtype in HALF else torch.float32
 
 
 def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, Any]:
-    """The fields of config.json for `layers` layers shaped like the target's, with `mlp` neurons if given."""
+    """The fields of config.json for `layers` layers with the target's shapes, or with `mlp` neurons per layer."""
     of = target.config
     return of.layer_fields() | {
         "intermediate_size": of.intermediate if mlp is None else mlp,
@@ -84,7 +83,7 @@ def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, A
 
 
 def drawn_weights(shapes: Shapes, seed: int, num_layers: int | None = None) -> dict[str, Tensor]:
-    """Initial weights in float32: normal, drawn in the order of `shapes`; gains are 1 and biases 0.
+    """Initial weights in float32: normal, sampled in the order of `shapes`; gains are 1 and biases 0.
 
     With `num_layers`, matrices that add to the residual stream are scaled down by sqrt(2 num_layers).
     """
@@ -104,7 +103,7 @@ def trainable(weights: Mapping[str, Tensor], device: torch.device) -> dict[str, 
 
 
 def save_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> None:
-    """Write model.safetensors in this dtype; integer tensors keep theirs."""
+    """Write model.safetensors in this dtype; integer tensors keep their own."""
     stored = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in weights.items()

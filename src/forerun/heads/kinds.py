@@ -1,7 +1,7 @@
-"""The table of kinds of heads, by their names in `--draft`; nothing else lists kinds.
+"""The only table of the kinds of trained heads, by their names in `--draft`.
 
-Each kind is a folder of this package. `PARTS` in its `drafter.py` declares how its folders are recognised, and its
-drafter, training, widening and conversions. The table needs no torch, so the command line's help does not load it.
+Each kind is a folder of this package. `PARTS` in its `drafter.py` declares how its checkpoints are recognized, and its
+drafter, training, widening and conversions. The table does not import torch, because the command line's help reads it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """A kind of heads, in a folder of this package. `spelled` shows how to write its drafters in `--draft`."""
+    """A kind of heads, in a folder of this package. `syntax` shows how to write its drafters in `--draft`."""
 
     folder: str
-    spelled: str
+    syntax: str
 
     @property
     def parts(self) -> HeadParts:
@@ -39,7 +39,10 @@ class HeadKind:
         return parts
 
     def find(self, spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
-        """The heads of this specification. Raises UnknownDrafter for a wrong argument, ModelError for a bad folder."""
+        """The heads of this specification.
+
+        Raises UnknownDrafter for an invalid argument, ModelError for an unusable folder.
+        """
         from forerun.draft.plan import refuse_members
 
         refuse_members(spec)
@@ -60,7 +63,7 @@ HEADS: Mapping[str, HeadKind] = {
 
 
 def open_folder(name: str, kind: str, target: Blueprint) -> HeadFolder:
-    """The folder of this name and kind, for the target. Raises ModelError."""
+    """The folder of this name and kind, for the target. Raises ModelError if it cannot be used."""
     from forerun.heads.folder import HeadFolder, refuse_other_weights
 
     path, layout = find_of_kind(name, kind), HEADS[kind].parts.signs.layout
@@ -70,18 +73,17 @@ def open_folder(name: str, kind: str, target: Blueprint) -> HeadFolder:
 
 
 def find_of_kind(name: str, kind: str) -> Path:
-    """The folder of this name. Raises ModelNotFound if it does not exist, or if its config.json is not of this kind."""
+    """The folder of this name. Raises ModelNotFound if it does not exist, or if its config.json is of another kind."""
     from forerun.heads.folder import WANTED, find_heads
 
     folder = find_heads(name)
     fields, signs = read_fields(folder / "config.json"), {other: each.parts.signs for other, each in HEADS.items()}
-    shown = next((other for other, each in signs.items() if each.match(fields)), kind)
-    if shown != kind:
-        key = signs[shown].argument
-        spelled = shown if key is None else f"{shown}:{fields.values[key]}"
-        raise ModelNotFound(f"{name} holds a drafter of another kind: write {spelled}:{name} in the place of {kind}")
+    stored_kind = next((other for other, each in signs.items() if each.match(fields)), kind)
+    if stored_kind != kind:
+        key = signs[stored_kind].argument
+        draft = stored_kind if key is None else f"{stored_kind}:{fields.values[key]}"
+        raise ModelNotFound(f"{name} is a drafter of another kind than {kind}: write {draft}:{name}")
     needed = signs[kind].needed
     if needed is not None and fields.values.get(needed) is None:
-        lacks = f"its config.json has no {needed}"
-        raise ModelNotFound(f"{folder} is not what this drafter reads: {lacks}: {WANTED}")
+        raise ModelNotFound(f"{folder} is not a drafter of the kind {kind}: its config.json has no {needed}: {WANTED}")
     return folder

@@ -1,11 +1,11 @@
-"""The layouts of drafters' folders, for conversions: how each is recognised, read and written.
+"""The layouts of drafters' folders, for conversions: how each is recognized, read and written.
 
-Weights are read from safetensors and from torch's pickles. A pickle that holds anything but tensors could run code when
-it is read, and is refused. A format is a layout of folders; a method is the kind of drafter in it. Every layout is read
-into the one that forerun runs, so any layout of a method can be converted to any other.
+A method is a kind of drafter, and a layout is how a format stores it. Each layout is converted to the one that forerun
+runs and back, so any layout of a method can be converted to any other. Weights are read from safetensors and from
+torch's pickles. A pickle with anything but tensors is refused, because reading it could run code.
 
 All folders of `speculators` describe the drafter's layers under `transformer_layer_config`, and the target under
-`speculators_config`. This file writes these parts, and the file of each method the others.
+`speculators_config`. This file writes these parts; the file of each method writes the others.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ ALONE = "medusa_lm_head.safetensors"
 PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
 FILES = ("model.safetensors", "model.safetensors.index.json", ALONE, *PICKLES)
 SPECULATORS, LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
-VERSION = "0.9.0"  # of speculators, whose layout is written
-KEPT = "speculators_config"  # kept in conversions: the target's name, and how many tokens to draft
+VERSION = "0.9.0"  # the version of speculators whose layout is written
+KEPT = "speculators_config"  # copied by conversions: the target's name, and how many tokens to draft
 FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)
 VERSION_KEY = "speculators_version"
-TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # the target's, used in training only
-GUESSED = "its own config.json"  # stands for a target's name
-USUAL_GUESSES = 3  # as the converter of speculators writes
+TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # tensors of the target, used in training only
+INFERRED = "its own config.json"  # in place of the target's name in error messages
+USUAL_DEPTH = 3  # as the converter of speculators writes
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """A drafter's config.json and tensors. `path` is that of config.json, for errors; `file` is that of the tensors."""
+    """A drafter's config.json (its path is `path`) and tensors (from `file`)."""
 
     path: Path
     config: Mapping[str, Any]
@@ -77,7 +77,7 @@ class DraftFiles:
         return replace(self, tensors={name: tensor for name, tensor in self.tensors.items() if name not in names})
 
     def renamed(self, names: Mapping[str, str]) -> DraftFiles:
-        """The drafter with tensors renamed: `names` maps prefixes to new ones, and the first that fits is replaced."""
+        """The drafter with renamed tensors: `names` maps prefixes to new ones, and the first that fits is replaced."""
 
         def new(name: str) -> str:
             old = next((each for each in names if name.startswith(each)), "")
@@ -86,8 +86,10 @@ class DraftFiles:
         return replace(self, tensors={new(name): tensor for name, tensor in self.tensors.items()})
 
     def checked(self, tensors: TensorsT) -> TensorsT:
-        """These tensors. Raises ModelError if one is missing or has another shape, or if there are others but those
-        `idle`."""
+        """Check that the files have these tensors, and no others except those `idle`; returns them.
+
+        Raises ModelError for a missing tensor, another shape, or an unknown tensor.
+        """
         shapes = tensors.shapes()
         for name, shape in shapes.items():
             if name not in self.tensors:
@@ -113,13 +115,13 @@ class DraftFiles:
         if offsets is None:
             return torch.arange(vocab_size)
         if offsets.is_floating_point() or offsets.dim() != 1:
-            raise UnsupportedModel(f"{self.folder}: {OFFSETS} must be whole numbers, one for each token of the head")
+            raise UnsupportedModel(f"{self.folder}: {OFFSETS} must have a whole number for each token of the head")
         return ids_of(offsets.long(), len(offsets), vocab_size, self.folder)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """The target of a drafter. `folder` is None if it was not given; then `config` is a guess."""
+    """The target of a drafter. If the target is unknown, `folder` is None and `config` is inferred."""
 
     name: str
     config: ModelConfig
@@ -147,25 +149,25 @@ class TargetFacts:
     def table(self, name: str) -> Tensor:
         """A tensor with a row for each token."""
         c = self.config
-        assert self.folder is not None, "the target was named"
+        assert self.folder is not None, "the target is unknown"
         return Checkpoint.of_model(self.folder, c.dtype).take(name, (c.vocab_size, c.hidden))
 
 
 ChangeFiles = Callable[[DraftFiles, TargetFacts | None], DraftFiles]
 ReadTensors = Callable[[Fields, Collection[str], ModelConfig, str], TensorsT]
-GuessTarget = Callable[[Fields], TargetFacts]
+InferTarget = Callable[[Fields], TargetFacts]
 
 
-def guess_target(family: str) -> GuessTarget:
-    """A function that gives the facts about the target in the fields of a drafter's layers, by default of `family`."""
+def infer_target(family: str) -> InferTarget:
+    """A function that infers the target from the fields of a drafter, whose layers are by default of `family`."""
     usual = {"max_position_embeddings": 2048, "model_type": family, "num_hidden_layers": 1}
 
-    def guess(fields: Fields) -> TargetFacts:
+    def infer(fields: Fields) -> TargetFacts:
         config = config_of(model_fields(fields, usual))
         hidden = fields.whole("target_hidden_size", config.hidden)
-        return TargetFacts(GUESSED, replace(config, layers=MOST_LAYERS, hidden=hidden), None)
+        return TargetFacts(INFERRED, replace(config, layers=MOST_LAYERS, hidden=hidden), None)
 
-    return guess
+    return infer
 
 
 def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
@@ -176,37 +178,36 @@ def unchanged(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 class DraftMethod(Generic[TensorsT]):
     """A kind of drafter. `drafter` is its name in `--draft`.
 
-    `read` gives the tensors by the fields of a config.json, the names of the stored tensors, and the target's
-    configuration and name, or those that `guess` finds in the fields.
+    `read` returns the tensors from the fields of config.json, the names of the stored tensors, and the target's
+    configuration and name. If the target is unknown, `infer` infers it from the fields.
     """
 
     label: str
     drafter: str
     read: ReadTensors[TensorsT]
-    guess: GuessTarget
+    infer: InferTarget
 
     def meaning(self, files: DraftFiles, target: TargetFacts | None) -> TensorsT:
         """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-        of = target or self.guess(files.fields)
+        of = target or self.infer(files.fields)
         tensors = files.checked(self.read(files.fields, files.tensors.keys(), of.config, of.name))
         if OFFSETS in tensors.idle and len(files.head_ids(of.config.vocab_size)) != tensors.draft_vocab:
-            raise files.fields.refuse("draft_vocab_size", f"{OFFSETS} has another size, or is missing: correct it")
+            raise files.fields.refuse("draft_vocab_size", f"{OFFSETS} is missing or has another size: correct it")
         return tensors
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
-    """A method in a format. `holds` recognises a folder, and `sign` describes how, for errors; `complete` adds what the
-    format needs.
+    """How a format stores a method. `fits` recognizes a folder; `sign` says how, in error messages.
 
-    `file` is the file of the weights: safetensors or, with another ending, a torch pickle. `is_run`: `--draft` accepts
-    such a folder.
+    `complete` adds the tensors that the format needs beyond those of the method. `file` is the file of the weights:
+    safetensors or, with another ending, a torch pickle. `is_run`: whether `--draft` accepts such a folder.
     """
 
     format: str
     method: DraftMethod[Any]
     sign: str
-    holds: Callable[[DraftFiles], bool]
+    fits: Callable[[DraftFiles], bool]
     read: ChangeFiles = unchanged
     write: ChangeFiles = unchanged
     complete: ChangeFiles = unchanged
@@ -223,35 +224,38 @@ def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of a torch pickle; no code in it is run. Raises UnsupportedModel, MissingWeights."""
+    """The tensors of a torch pickle, without running code in it.
+
+    Raises UnsupportedModel for other content, MissingWeights for a damaged file.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns of pickles from other programs
             value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsupportedModel(
-            f"{path} holds more than tensors ({short(error).splitlines()[0]}), and reading that could run code: get "
+            f"{path} contains more than tensors ({short(error).splitlines()[0]}), and reading it could run code: get "
             "the weights as safetensors, or as a state dict"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise MissingWeights(f"{path} is damaged or incomplete ({short(error).splitlines()[0]}): {AGAIN}") from error
     if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
-        raise UnsupportedModel(f"{path} is no state dict: it must hold tensors by their names alone")
+        raise UnsupportedModel(f"{path} is not a state dict: it must have tensors by their names and nothing else")
     return {str(name): tensor.contiguous() for name, tensor in value.items()}
 
 
 def package_config(
-    fields: Fields, target: TargetFacts | None, kind: str, values: Mapping[str, Any], num_guesses: int = USUAL_GUESSES
+    fields: Fields, target: TargetFacts | None, kind: str, values: Mapping[str, Any], depth: int = USUAL_DEPTH
 ) -> dict[str, Any]:
-    """config.json of a drafter of type `kind` with these `values`; `fields` are those that were read.
+    """config.json of a drafter of type `kind` with these `values`; `fields` are those of the source.
 
-    The description of the target is kept as it was read, unless a target is given.
+    The description of the target is that of the source, unless a target is given.
     """
     kept = fields.inside(KEPT).values
     verifier = kept.get("verifier", {"name_or_path": None, "architectures": []})
     if target is not None:
         verifier = {"name_or_path": target.name, "architectures": target.architectures}
     around = {
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_guesses}],
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
         "default_proposal_method": "greedy",
         **kept,
         "algorithm": kind,
@@ -262,7 +266,7 @@ def package_config(
 
 
 def package_layer(config: Mapping[str, Any], layers: ModelConfig, *others: str) -> dict[str, Any]:
-    """The fields of a drafter's layers, without `others`; defaults of the family or target are written out."""
+    """The fields of a drafter's layers without `others`, including defaults of the family or the target."""
     kept = {key: value for key, value in config.items() if key not in (*FORMAT_KEYS, *others)}
     return {
         "hidden_act": "silu",  # vLLM reads it, and has no default
@@ -282,12 +286,12 @@ def number_format(fields: Fields) -> Any:
 
 
 def of_speculators(*kinds: str) -> Callable[[DraftFiles], bool]:
-    """A test whether a folder's config.json has one of these types of `speculators`."""
+    """A function that tells whether a folder's config.json has one of these types of `speculators`."""
     return lambda files: files.config.get(SPECULATORS) in kinds
 
 
 def refuse_fields(fields: Fields, refused: Mapping[str, tuple[bool, str]], cure: str) -> None:
-    """Raise UnsupportedModel for the first field that is refused; `refused` maps fields to (is refused, reason)."""
+    """Raise UnsupportedModel for the first refused field; `refused` maps a field to (whether to refuse it, reason)."""
     for key, (is_refused, why) in refused.items():
         if is_refused:
             raise fields.refuse(key, f"{why}: {cure}")

@@ -1,6 +1,6 @@
-"""The options of a student: its sizes, its exit, the checkpoint to continue from.
+"""The options of `forerun train` that define the drafter: its sizes, its exit, the checkpoint to continue from.
 
-The fields are options of `forerun train`, so this file does not import torch.
+This file does not import torch, because the command line's help reads it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typer import Option
 from forerun.config import require_whole
 from forerun.errors import InvalidRequest
 
-MOST_DEPTH = 16  # of drafts in training
+MOST_DEPTH = 16  # greatest depth of drafts in training
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,51 +23,51 @@ class StudentSizes:
 
     TITLE: ClassVar[str] = "Drafter"
 
-    exit: Annotated[int | None, Option(help="early-exit: layers that guess; default: a quarter.")] = None
+    exit: Annotated[int | None, Option(help="early-exit: layers that draft; default: a quarter.")] = None
     layers: Annotated[int | None, Option(help="Layers; default: 1, block: 2, draft: a quarter.")] = None
     hidden: Annotated[int | None, Option(help="draft: width; default: half of the target's.")] = None
-    heads: Annotated[int | None, Option(help="draft: heads; medusa: heads, and guesses; default: 4.")] = None
+    heads: Annotated[int | None, Option(help="draft: attention heads; medusa: heads = depth; default: 4.")] = None
     mlp: Annotated[int | None, Option(help="Neurons per layer.")] = None
-    init: Annotated[str | None, Option(help="draft: a checkpoint to go on from.")] = None
-    hydra: Annotated[bool | None, Option("--hydra", help="medusa: heads see the guesses before theirs.")] = None
+    init: Annotated[str | None, Option(help="draft: a checkpoint to continue from.")] = None
+    hydra: Annotated[bool | None, Option("--hydra", help="medusa: heads read the draft tokens before.")] = None
     shared_head: Annotated[
-        bool | None, Option("--shared-head", help="medusa, eagle: with the target's output matrix alone.")
+        bool | None, Option("--shared-head", help="medusa, eagle: use the target's output matrix.")
     ] = None
     draft_vocab: Annotated[
-        int | None, Option(help="eagle, block, mtp: how many tokens it guesses, the most frequent ones; default: all.")
+        int | None, Option(help="eagle, block, mtp: vocabulary of its head, the most frequent tokens; default: all.")
     ] = None
-    block: Annotated[int | None, Option(help="block: guesses of a block; default: 8.")] = None
+    block: Annotated[int | None, Option(help="block: draft tokens of a block; default: 8.")] = None
     markov_rank: Annotated[
         int | None, Option(help="block: rank of the Markov head, 0 for none; default: a quarter of the width.")
     ] = None
     selector_rank: Annotated[
-        int | None, Option(help="block: a candidate selector of this rank, instead of a Markov head.")
+        int | None, Option(help="block: rank of a candidate selector, in place of a Markov head.")
     ] = None
     confidence: Annotated[
         bool | None, Option("--confidence/--no-confidence", help="block: with or without a confidence head.")
     ] = None
     portable: Annotated[
         bool | None,
-        Option("--portable", help="block, mtp: of a form for speculators after forerun convert; vLLM reads blocks."),
+        Option("--portable", help="block, mtp: convertible to speculators (forerun convert); vLLM reads blocks."),
     ] = None
     tune_target: Annotated[Path | None, Option(help="medusa: tune the target too (Medusa-2), into this folder.")] = None
     taps: Annotated[
         str | None,
-        Option(help="eagle, block: the layers of the target whose inputs it reads, as 2,4; its last: what it leaves."),
+        Option(help="eagle, block: layers of the target whose inputs it reads, as in 2,4; N layers: N for the output."),
     ] = None
 
     def only(self, kind: str, *names: str) -> None:
-        """Raise InvalidRequest if an option is set that this kind does not have."""
-        takes = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        """Raise InvalidRequest if an option is set that is not among the `names` of this kind, or is out of range."""
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not None and each.name not in names:
-                raise InvalidRequest(each.name, f"{value!r} is not for {kind}, which takes {takes}.")
+                raise InvalidRequest(each.name, f"{value!r} is no option of {kind}, which has {options}.")
             if isinstance(value, int) and not isinstance(value, bool):
                 require_whole(each.name, value, 0 if each.name.endswith("_rank") else 1)
 
     def tapped(self, num_layers: int) -> tuple[int, ...] | None:
-        """The taps, each identified by the layer that the state enters; None if not set.
+        """The taps, each the index of the layer whose input it is; None if the option is not set.
 
         Raises InvalidRequest for layers that do not exist.
         """

@@ -1,8 +1,8 @@
-"""Student: a drafter in training, one class for each kind, and the texts that it learns from.
+"""Student: a drafter in training, and the texts that it learns from.
 
-A kind defines its network, its taps, the loss weights of depths, and its checkpoint. Everything else is the same for
-all kinds: data, the target's answers, losses, optimizers, the training state on disk, measurements on held-out text,
-and the report. No code asks which kind it trains.
+Each kind has a class that defines its network, its taps, the loss weights of depths, and its checkpoint. Data, the
+target's answers, losses, optimizers, the training state on disk, measurements on held-out text, and the report are
+common to all kinds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from forerun.heads.sizes import StudentSizes
 from forerun.heads.vocabulary import OFFSETS, offsets_of
 from forerun.models.loading import Blueprint
 
-Begun = TypeVar("Begun", bound="Student")
+StudentT = TypeVar("StudentT", bound="Student")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetText:
     """A prompt and the target's answer, with the target's states.
 
-    Row t of `taps` is the state after reading token t, at the student's taps in order; row t of `last` is the output of
-    the last layer, from which norm and head compute the law of token t + 1. The text's last token was not read. `seed`
-    is that of sampling. `is_cut`: the answer ended at its length limit.
+    Row t of `taps` has the states at token t, at the student's taps in order; row t of `last` is the output of the last
+    layer there, from which norm and head compute the distribution of token t + 1. The target did not read the text's
+    last token. `seed` is that of sampling. `is_cut`: whether the answer ended at its length limit.
     """
 
     tokens: Sequence[int]
@@ -44,12 +44,12 @@ class TargetText:
 
     @property
     def roots(self) -> range:
-        """Positions from which a draft may start: the prompt's last token, and all of the answer but its last token."""
+        """Positions from which a draft may start: the prompt's last token, and the answer without its last token."""
         return range(self.num_prompt - 1, len(self.tokens) - 1)
 
     @property
-    def whole(self) -> TargetText:
-        """The text with all tokens counted as the answer, so that drafts may start in the prompt too."""
+    def with_prompt_roots(self) -> TargetText:
+        """The text with roots in the prompt too."""
         return replace(self, num_prompt=1)
 
 
@@ -57,8 +57,8 @@ class TargetText:
 class TextBatch:
     """A batch of texts, padded at their ends, that a student's network reads in one pass.
 
-    Padding comes last, so a causal network does not see it. `tokens` includes each text's last token, which the target
-    has not read.
+    A causal network does not see the padding, since it is last. `tokens` includes each text's last token, which the
+    target did not read.
     """
 
     texts: Sequence[TargetText]
@@ -82,7 +82,7 @@ class TextBatch:
 
     @property
     def read(self) -> Int[Tensor, "batch length"]:
-        """The tokens that were read."""
+        """The tokens that the target read."""
         return self.tokens[:, :-1]
 
     @property
@@ -92,7 +92,7 @@ class TextBatch:
 
     @property
     def places(self) -> Int[Tensor, "batch length"]:
-        """All positions that were read."""
+        """All positions that the target read."""
         rows, length = self.read.shape
         return torch.arange(length, device=self.tokens.device).expand(rows, -1)
 
@@ -110,8 +110,10 @@ class TextBatch:
         return counted
 
     def some_roots(self, one_in: int, dice: torch.Generator) -> Int[Tensor, "batch roots"]:
-        """A random sample of roots of every text, sorted: one of `one_in` positions. Texts with too few roots get other
-        positions."""
+        """Random roots of each text, sorted, as many as one in `one_in` positions.
+
+        A text with too few roots gets other positions too.
+        """
         places = self.roots
         order = torch.rand(places.shape, generator=dice) + ~self.inside(places.cpu())
         count = -(-places.shape[1] // one_in)
@@ -123,9 +125,9 @@ class Predictions:
     """A student's logits. Entry `[b, r]` of `logits[d - 1]` is for the token d positions after `roots[b, r]`.
 
     A drafter whose inputs at a position do not depend on the depth has logits for depth 1 only, with every position a
-    root (`TextBatch.roots`); those of deeper draft tokens are the same at later positions. `more` are additional losses
-    of the kind, already weighted. `confidence`, shaped like `logits`, are logits of the kind's estimates of the
-    probability that a draft token is accepted if those before it are; they learn the overlap of the laws. `target` are
+    root (`TextBatch.roots`); the logits of deeper draft tokens equal those of depth 1 at later positions. `more` are
+    further losses of the kind, already weighted. `confidence`, shaped like `logits`, are the logits of the estimated
+    probability that a draft token is accepted if those before it are; they learn the overlap of p and q. `target` are
     the target's own logits from the batch's first root on, for a kind that tunes the target too.
     """
 
@@ -141,9 +143,9 @@ class Student(ABC):
     """A drafter in training; `kind` is its name in `--draft`, and `values` are written as config.json.
 
     `weights` are the trained tensors by their names in the checkpoint, which stores them in `dtype`. `taps` are as in
-    `Drafter.taps`. `depth_weights` are the loss weights of the predicted depths. `most_depth` is the deepest draft,
-    None for no limit. `vocabulary` are the target's ids of its tokens, None for all; only a kind that
-    `may_lack_tokens` can have some. `fitted_answers` is the number of answers that `fit` needs.
+    `Drafter.taps`. `depth_weights` are the loss weights of the predicted depths. `most_depth` is the greatest depth of
+    a draft, None for no limit. `vocabulary` are the target's ids of its output tokens, None for all; a kind with
+    `may_lack_tokens` can be trained for a part of them. `fitted_answers` is the number of answers that `fit` needs.
     """
 
     kind: ClassVar[str]
@@ -158,40 +160,40 @@ class Student(ABC):
     vocabulary: Int[Tensor, " ids"] | None = None
 
     @classmethod
-    def begun(
-        cls: type[Begun], target: Blueprint, values: Mapping[str, Any], weights: Mapping[str, Tensor], **fields: Any
-    ) -> Begun:
+    def untrained(
+        cls: type[StudentT], target: Blueprint, values: Mapping[str, Any], weights: Mapping[str, Tensor], **fields: Any
+    ) -> StudentT:
         """A student for this target with these initial weights; `fields` are further fields of the kind."""
         trained = trainable(weights, target.placement.device)
         return cls(**{"values": values, "dtype": stored_dtype(target), "weights": trained, **fields})
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        """A JSON description of the student; training resumes only from a state with the same one."""
+    def description(self) -> Mapping[str, Any]:
+        """A JSON description of the student; training resumes only from a state with an equal description."""
         return {"kind": self.kind, "config": dict(self.values)}
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
-        """This untrained student over these token ids of the target, in ascending order, as many as it has."""
+        """This untrained student with these output tokens, as many as before; `ids` are ascending ids of the target."""
         assert self.may_lack_tokens, f"a drafter of the kind {self.kind} has all of the target's tokens"
         return replace(self, vocabulary=ids)
 
-    def fit(self, texts: Sequence[TargetText]) -> None:  # noqa: B027 - few kinds have such a form
-        """Set the weights, before the first step, to a closed-form solution on `fitted_answers` answers."""
+    def fit(self, texts: Sequence[TargetText]) -> None:  # noqa: B027 - only kinds with a closed form have it
+        """Initialize weights by a closed-form solution on `fitted_answers` answers, before the first step."""
 
     @abstractmethod
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The logits with gradients, as serving would compute them from the same tokens and states.
+        """The logits with gradients, as a drafter would compute them from the same tokens and states.
 
-        At a root, serving knows the text up to the root and the states before it: the target has not read the root
-        yet. A network may use the state at the root only if its drafter computes it itself. Without `dice` all of
-        `TextBatch.roots` are roots; with `dice` a kind may sample some of them.
+        A drafter knows the text up to the root, and the target's states before the root, which the target has not read
+        yet. So a network may use the state at the root only if its drafter computes this state itself. Without `dice`
+        all of `TextBatch.roots` are roots; with `dice` a kind may sample some of them.
         """
 
     def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
-        """The target's logits over `vocabulary` from the outputs of its last layer; None if that is not cheaper."""
+        """The target's logits over `vocabulary` from the outputs of its last layer; None if that saves nothing."""
         return None
 
-    def of_first_guesses(self) -> Student:
+    def at_depth_1(self) -> Student:
         """This student with the same weights, predicting only the first draft token."""
         return self
 

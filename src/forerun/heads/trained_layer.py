@@ -1,9 +1,9 @@
-"""Decoder layers with gradients: the arithmetic of `models/backends/torch_cpu/` over whole texts at once.
+"""Decoder layers with gradients: the arithmetic of `models/backends/torch_cpu/` over entire texts.
 
-Attention is a function of the layer's input, of earlier keys and values, and of a mask that says which of them each
-position sees. Norms and rotations are the decoder's functions. A student that is a stack of layers reads a text once. A
-single-layer student unrolls the drafts of all roots of a text at once, step by step as in serving, so that it learns at
-every depth from the inputs that it will have there (the training-time test of EAGLE-3, 2503.01840).
+Attention takes the layer's input, earlier keys and values, and a mask of which of these each position sees. Norms and
+rotations are the decoder's functions. A student that is a stack of layers reads a text once. A single-layer student
+unrolls the drafts from all roots of a text together, step by step as while drafting, so that it is trained at every
+depth on the inputs that it gets there when drafting (the training-time test of EAGLE-3, 2503.01840).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KeysAndValues = tuple[Tensor, Tensor]  # [batch, query heads, positions, head_di
 
 @dataclass(frozen=True, slots=True)
 class TrainedLayer:
-    """A dense layer of Llama's or Qwen3's form with `weights`, whose names begin with `place`."""
+    """A dense layer as in Llama or Qwen3, with the `weights` whose names start with `place`."""
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
@@ -45,10 +45,10 @@ class TrainedLayer:
         seen: list[KeysAndValues],
         read: Float[Tensor, "batch places inputs"] | None = None,
     ) -> Float[Tensor, "batch places hidden"]:
-        """The residual stream after the layer. Attention reads `x`, normed, or `read` unchanged.
+        """The residual stream after the layer, from the stream `x`. Attention reads `read`, or else `x` normed.
 
-        The layer's keys and values are appended to `seen`. `mask` says which of all keys each position sees; without it
-        `seen` must be empty, and attention is causal.
+        The layer's keys and values are appended to `seen`. `mask` selects the keys that each position sees; without it
+        attention is causal, and `seen` must be empty.
         """
         read = self.normed(x, "input_layernorm") if read is None else read
         seen.append(self.keys_and_values(read, positions))
@@ -91,14 +91,14 @@ class TrainedLayer:
         return rms_norm(x, self.weights[f"{self.place}.{name}.weight"], self.config.norm_eps)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """Through the layer's projection of this name, with its bias if it has one."""
+        """Apply the layer's projection of this name, with its bias if it has one."""
         name = f"{self.place}.{name}"
         return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStack:
-    """The dense layers of a configuration over `weights`, whose names are those of a checkpoint."""
+    """The dense layers of a configuration with `weights`, which have the names of a checkpoint."""
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
@@ -106,11 +106,11 @@ class LayerStack:
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor]) -> LayerStack:
-        """The layers, with rotary tables on the weights' device. Raises UnsupportedModel for other kinds."""
+        """The layers, with rotary tables on the weights' device. Raises UnsupportedModel for layers of other kinds."""
         if config.experts or config.sinks or not config.is_plain:
             kinds = "experts or attention sinks" if config.is_plain else "layers of its kind"
             raise UnsupportedModel(
-                f"a {config.family} with {kinds} cannot be trained: choose a dense checkpoint of Llama's or Qwen's form"
+                f"a {config.family} with {kinds} cannot be trained: choose a dense checkpoint such as a Llama or Qwen"
             )
         device = next(iter(weights.values())).device
         return cls(config, weights, rope_tables(config).to(device))
@@ -129,7 +129,7 @@ class LayerStack:
 
 
 def mask_of(window: int | None, places: Int[Tensor, "batch length"]) -> Bool[Tensor, "batch 1 length length"] | None:
-    """The attention mask of a sliding window; None if the window holds the whole text."""
+    """The attention mask of a sliding window; None if the window is at least as long as the text."""
     if window is None or window >= places.shape[1]:
         return None
     behind = places[:, None, :, None] - places[:, None, None, :]
@@ -140,7 +140,7 @@ def mask_of(window: int | None, places: Int[Tensor, "batch length"]) -> Bool[Ten
 class StackStudent(Student):
     """A student that is a stack of layers with an output matrix and predicts the token after every position.
 
-    Its inputs do not depend on who wrote the text, so they are the same at every depth of a draft.
+    Its inputs are the same for text and for draft tokens, so one pass over a text trains all depths of a draft.
     """
 
     config: ModelConfig
@@ -155,7 +155,7 @@ class StackStudent(Student):
 
     @abstractmethod
     def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
-        """The logits of its output layer, from normed states."""
+        """The logits of the output layer, from normed states."""
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         x = self.stack(self.inputs(batch))
@@ -164,12 +164,11 @@ class StackStudent(Student):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedStudent(TableStudent):
-    """A single layer in training, whose weights' names begin with `place`; drafts have as many steps as
-    `depth_weights`.
+    """A single layer in training, whose weights' names start with `place`; drafts have a step per depth weight.
 
     At step 0 each position reads the text. At step s every position is a root with a draft of s tokens: it reads the
-    token s positions later, and sees the text up to its root, and of the later steps its own tokens only. A drafter's
-    cache holds the same in serving.
+    token s positions later, and sees the text up to its root and the tokens of its own draft. A drafter sees the same
+    in its cache.
     """
 
     place: ClassVar[str]
@@ -182,13 +181,13 @@ class DraftedStudent(TableStudent):
 
     @abstractmethod
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
-        """The states of the first step, each of which is read with the token after it."""
+        """The states of the first step; each is read with the token after its position."""
 
     @abstractmethod
     def entry(
         self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
     ) -> tuple[Float[Tensor, "batch places hidden"], Float[Tensor, "batch places inputs"] | None]:
-        """The layer's stream and the input of its attention, from tokens and states; None: the normed stream."""
+        """The layer's stream, and the input of its attention or None for the normed stream, from tokens and states."""
 
     def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
         """The states of the next step, from the stream after the layer."""
@@ -199,8 +198,10 @@ class DraftedStudent(TableStudent):
         return self.tables.head(states)
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The logits of every step of the drafts. With `dice`, roots are sampled so that each token is predicted about
-        once. A text's first token has no state before it: if it is the root, the state is 0."""
+        """The logits of all steps. With `dice`, roots are sampled so that each token is predicted about once.
+
+        A text's first token has no state before it: if it is the root, the state is 0.
+        """
         num_steps = len(self.depth_weights)
         roots = batch.roots if dice is None else batch.some_roots(num_steps, dice)
         tokens, states = functional.pad(batch.tokens, (0, num_steps)), self.inputs(batch)
@@ -214,13 +215,13 @@ class DraftedStudent(TableStudent):
         return Predictions(logits, roots)
 
     def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:
-        """As in Student, by the rows of the target's head that the drafter has."""
+        """As in Student, by the rows of the target's head for the drafter's tokens."""
         if self.vocabulary is None or self.tables.scale is None:
             return None
         return self.tables.head(rms_norm(last, self.tables.scale, self.config.norm_eps))
 
-    def of_first_guesses(self) -> DraftedStudent:
-        """As in Student; with a single step all positions are roots, at the cost of all steps from sampled roots."""
+    def at_depth_1(self) -> DraftedStudent:
+        """As in Student; all positions are roots then, which costs as much as all steps from sampled roots."""
         return replace(self, depth_weights=self.depth_weights[:1])
 
     def step(
@@ -230,10 +231,10 @@ class DraftedStudent(TableStudent):
         places: Int[Tensor, "batch places"],
         past: list[KeysAndValues],
     ) -> Float[Tensor, "batch places hidden"]:
-        """Run one step; returns the states for the next, and appends this step's keys and values to `past`.
+        """Run one step: append its keys and values to `past`, and return the states for the next step.
 
-        At the first step `places` are all positions of the texts, later the positions before the roots, the same at
-        every step. Each sees the text up to its root, and of the later steps its own tokens only.
+        At the first step `places` are all positions of the texts; at every later step they are the positions before the
+        roots. Each position sees the text up to its root and the tokens of its own draft.
         """
         mask, (x, read) = None, self.entry(embedded, states)
         if past:
@@ -243,5 +244,5 @@ class DraftedStudent(TableStudent):
         return self.output(self.layer(x, places + len(past), mask, past, read))
 
     def normed(self, x: Tensor, name: str) -> Tensor:
-        """`x` after the norm whose gain has this name."""
+        """`x` normed with the gain of this name."""
         return rms_norm(x, self.weights[name], self.config.norm_eps)

@@ -1,9 +1,9 @@
-"""Widening a target's drafters together with it, so that they draft the same tokens at the larger target's cost.
+"""Widens trained heads together with their target, so that they draft the same tokens at the larger target's cost.
 
-A drafter's outputs to a residual stream stay 0 in the new channels, weights that read these may have any value, and
-norm gains shrink. A tensor that reads several concatenated streams grows inside each of them. This file computes the
-grown tensors and writes the folder; `blueprint.py` and the blueprint of each kind list the tensors and fields. Draft
-models, which read no states of the target, are widened like targets.
+The heads' outputs to the residual stream are 0 in the new channels, weights that read these channels may have any
+value, and norm gains are scaled down. A tensor that reads several concatenated streams is widened inside each of them.
+This file computes the tensors and writes the folder; the blueprint of each kind lists the tensors and fields. Draft
+models, which do not read the target's states, are widened like targets.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
 def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int = 0) -> DraftSpec:
-    """Widen the drafter `draft` of `source` for the widened checkpoint in `target`, into a folder inside that one;
-    returns its specification.
+    """Widen the drafter `draft` of `source` for the widened checkpoint in `target`; returns its specification.
 
-    A folder from an earlier call with the same arguments is reused. Raises InvalidRequest for a drafter that is not in
-    HEADS, for a padded vocabulary, and if the folder holds something else; ModelError for an unusable drafter.
+    It is written to a folder in `target`; a folder from an earlier call with the same arguments is reused. Raises
+    InvalidRequest for a drafter that is not in HEADS, for a padded vocabulary, and if the folder contains something
+    else; ModelError for an unusable drafter.
     """
     plan, wide_drafter = planned(draft, source, wider, seed)
-    return put(wide_drafter, plan, target / parse_spec(draft).name, draft)
+    return write_once(wide_drafter, plan, target / parse_spec(draft).name, draft)
 
 
 def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) -> DraftSpec:
     """Widen a drafter as `widen_drafter` does, for a checkpoint in the user's cache folder.
 
-    The folder's name contains a digest of the drafter's weights, so a later call with the same weights reuses it.
+    The folder's name contains a digest of the drafter's weights, so later calls with the same weights reuse it.
     """
     plan, wide_drafter = planned(draft, source, wider, 0)
     digest = hashlib.sha256(plan.recipe.encode())
@@ -60,7 +60,7 @@ def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) 
         digest.update(path.read_bytes())
     name = f"{parse_spec(draft).name}-{digest.hexdigest()[:16]}"
     with FileLock(target / f".{name}.lock"):
-        return put(wide_drafter, plan, target / name, draft, told=("recipe", "seed"))  # the name stands for the weights
+        return write_once(wide_drafter, plan, target / name, draft, keys=("recipe", "seed"))
 
 
 def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, WideDrafter]:
@@ -71,61 +71,67 @@ def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, Wid
         cure = f"widen one of {', '.join(HEADS)} with its folder; a model is widened by itself, with --model"
         raise InvalidRequest("draft", f"{draft} reads no states of the target: {cure}.")
     if plan.wide.vocab_size != plan.source.config.vocab_size:
-        raise InvalidRequest("vocab_size", "drafters have the source's vocabulary: leave it as it is.")
+        raise InvalidRequest("vocab_size", "heads have the source's vocabulary, so it cannot be padded: leave it out.")
     return plan, kind.find(spec, plan.source).widened(plan)
 
 
-def put(
-    found: WideDrafter, plan: Plan, folder: Path, draft: str, told: Sequence[str] = ("from", "recipe", "seed")
+def write_once(
+    drafter: WideDrafter, plan: Plan, folder: Path, draft: str, keys: Sequence[str] = ("from", "recipe", "seed")
 ) -> DraftSpec:
-    """Write the drafter to the folder, unless one with the same `told` fields is there; returns its specification."""
+    """Write the drafter to the folder, unless it is already there with equal values of `keys`; returns its spec."""
     spec = parse_spec(draft)
-    made = {"from": spec.argument, "recipe": plan.recipe, "seed": plan.seed}
+    origin = {"from": spec.argument, "recipe": plan.recipe, "seed": plan.seed}
     if folder.exists():
         here = read_fields(folder / "config.json").values.get(WIDENED) if (folder / "config.json").is_file() else None
-        if not isinstance(here, dict) or any(here.get(key) != made[key] for key in told):
+        if not isinstance(here, dict) or any(here.get(key) != origin[key] for key in keys):
             raise InvalidRequest("folder", f"{folder} exists and is not this drafter: remove it, or choose another.")
     else:
-        write(found, plan, folder, made)
-    return DraftSpec(spec.name, argument=f"{found.argument}{folder}")
+        write(drafter, plan, folder, origin)
+    return DraftSpec(spec.name, argument=f"{drafter.argument}{folder}")
 
 
-def write(found: WideDrafter, plan: Plan, folder: Path, made: Mapping[str, Any]) -> None:
+def write(drafter: WideDrafter, plan: Plan, folder: Path, origin: Mapping[str, Any]) -> None:
+    """Write weights, config.json with `origin`, and the record without a speed-up, to a new folder."""
     with writable(folder), whole_folder(folder) as part:
-        source = found.folder.path
+        source = drafter.folder.path
         checkpoint = Checkpoint(source, plan.wide.dtype)
         dice = torch.Generator().manual_seed(plan.seed)
         tensors = {
-            name: grown(found, plan, name, checkpoint.take(name, shape), dice) for name, shape in found.narrow.items()
+            name: widened(drafter, plan, name, checkpoint.take(name, shape), dice)
+            for name, shape in drafter.narrow.items()
         }
         if OFFSETS in checkpoint.stored:  # ids do not change
             tensors[OFFSETS] = checkpoint.take_ids(OFFSETS, checkpoint.stored[OFFSETS].shape)
         save_weights(tensors, plan.wide.dtype, part)
-        counts = {"parameters_before": count(found.narrow), "parameters": count(found.wide)}
-        save_config({**found.folder.fields.values, **found.fields, WIDENED: {**made, **counts}}, part)
+        counts = {"parameters_before": count(drafter.narrow), "parameters": count(drafter.wide)}
+        save_config({**drafter.folder.fields.values, **drafter.fields, WIDENED: {**origin, **counts}}, part)
         record = DrafterRecord.read(source)
         if record is not None:
             digest = Blueprint.of(str(folder.parent)).weights_digest()
-            wide = replace(record.untimed(digest), argument=found.argument)
+            wide = replace(record.untimed(digest), argument=drafter.argument)
             (part / RECORD).write_text(wide.text(), "utf-8")
 
 
 def count(shapes: Shapes) -> int:
+    """The number of parameters of tensors with these shapes."""
     return sum(map(math.prod, shapes.values()))
 
 
-def grown(found: WideDrafter, plan: Plan, name: str, source: Tensor, dice: torch.Generator) -> Tensor:
-    """One widened tensor: the source's values in its channels; in others zeros, or weights that only read zeros."""
-    shape, hidden, wide = found.wide[name], plan.source.config.hidden, plan.wide.hidden
+def widened(drafter: WideDrafter, plan: Plan, name: str, source: Tensor, dice: torch.Generator) -> Tensor:
+    """A widened tensor: the source's values in the old channels, and zeros or random weights in the new ones.
+
+    Only weights that read channels which are always 0 are random.
+    """
+    shape, hidden, wide = drafter.wide[name], plan.source.config.hidden, plan.wide.hidden
     is_norm = source.dim() == 1 and "norm" in name and not name.endswith(HEAD_NORMS)
-    if is_norm or (found.qk_norm and name.endswith(HEAD_NORMED)):
+    if is_norm or (drafter.qk_norm and name.endswith(HEAD_NORMED)):
         source = (source.double() * shrinkage(plan.source.config, plan.wide)).to(source.dtype)
-    if name.endswith((*found.writers, OWN_EMBEDDING)):
+    if name.endswith((*drafter.writers, OWN_EMBEDDING)):
         tensor = source.new_zeros(shape)
     else:
         mean, std = source.float().mean().item(), source.float().std(correction=0).item()
         tensor = source.new_empty(shape).normal_(mean, std, generator=dice)
-    reads = is_norm or name.endswith(found.readers) or (source.dim() == 2 and not name.endswith(found.inner))
+    reads = is_norm or name.endswith(drafter.readers) or (source.dim() == 2 and not name.endswith(drafter.inner))
     size = hidden if reads else source.shape[-1]
     for i, part in enumerate(source.split(size, dim=-1)):
         corner = [slice(each) for each in source.shape[:-1]]

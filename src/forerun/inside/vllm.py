@@ -14,7 +14,7 @@ from forerun.draft.many.mix import MixDrafter, member_names
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.draft.text.ngram import NgramDrafter, longest_match
 from forerun.draft.text.suffix import SuffixDrafter, files_of
-from forerun.draft.text.suffix_past import Past
+from forerun.draft.text.suffix_past import PastAnswers
 from forerun.errors import InvalidRequest, UnknownDrafter
 from forerun.inside.chain_rounds import ChainRounds
 from forerun.inside.row_texts import EngineRow
@@ -106,5 +106,5 @@ def drafter_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> Drafter:
         return MixDrafter([drafter_of(member, vocabulary) for member in spec.members], names)
     if spec.name == "suffix":
         file, table = files_of(spec, vocabulary)
-        return SuffixDrafter(Past(file=file), table)
+        return SuffixDrafter(PastAnswers(file=file), table)
     return NgramDrafter(longest_match(spec))

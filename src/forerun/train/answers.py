@@ -64,15 +64,15 @@ class StateRecorder(NgramDrafter):
         self.begun: set[int] = set()
         self.states: dict[int, list[Tensor]] = {}
 
-    def observe(self, news: Committed) -> None:
+    def observe(self, committed: Committed) -> None:
         """Record the states of newly committed tokens."""
-        assert news.features is not None, "a drafter with taps gets states"
-        for i, seq_id in enumerate(news.seq_ids):
+        assert committed.features is not None, "a drafter with taps gets states"
+        for i, seq_id in enumerate(committed.seq_ids):
             if seq_id not in self.begun:
                 self.begun.add(seq_id)
                 self.states[seq_id] = []
-            self.states[seq_id].append(news.features[news.offsets[i] : news.offsets[i + 1]])
-        super().observe(news)
+            self.states[seq_id].append(committed.features[committed.offsets[i] : committed.offsets[i + 1]])
+        super().observe(committed)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
         """0: cached prefixes are not reused, since all states are recorded."""

@@ -66,7 +66,7 @@ class DraftModelStudent(StackStudent):
         values = values_of(target, sizes)
         config = config_of(Fields(Path("the draft model's config.json"), values))
         weights = drawn_weights(dict(expected_tensors(config)), seed, config.layers)
-        return cls.begun(target, values, weights, config=config, taps=(), tokenizer_folder=tokenizer_folder(target))
+        return cls.untrained(target, values, weights, config=config, taps=(), tokenizer_folder=tokenizer_folder(target))
 
     @classmethod
     def from_checkpoint(cls, target: Blueprint, init: str) -> DraftModelStudent:
@@ -78,7 +78,7 @@ class DraftModelStudent(StackStudent):
                 "name a checkpoint of the same family, or leave --init out"
             )
         checkpoint = model.checkpoint(torch.float32)
-        return cls.begun(
+        return cls.untrained(
             target,
             read_fields(model.folder / "config.json").values,
             {name: checkpoint.take(name, shape) for name, shape in expected_tensors(model.config)},
@@ -90,9 +90,9 @@ class DraftModelStudent(StackStudent):
         )
 
     @property
-    def about(self) -> Mapping[str, Any]:
+    def description(self) -> Mapping[str, Any]:
         """Its configuration, and its starting checkpoint, if any."""
-        return {**super().about, "init": self.init}
+        return {**super().description, "init": self.init}
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The embeddings of the tokens, by the draft model's own table."""

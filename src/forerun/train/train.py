@@ -182,7 +182,7 @@ def about_of(target: Blueprint, student: Student, data: TrainingData, settings: 
     return {
         "forerun": __version__,
         "target": {"name": target.name, "fingerprint": target.fingerprint()},
-        "student": student.about,
+        "student": student.description,
         "data": {"digest": data.digest, "prompts": len(data.train), "held_out": len(data.held_out)},
         "settings": {name: value for name, value in settings.values.items() if name not in FREE},
     }

@@ -136,8 +136,8 @@ class Trainer:
         step, settings = self.state.step, self.settings
         share = self.share_done
         texts = self.source.of_step(step, self.report)
-        texts = [text.whole for text in texts] if settings.whole else texts
-        student = self.student.of_first_guesses() if share < settings.first_share else self.student
+        texts = [text.with_prompt_roots for text in texts] if settings.whole else texts
+        student = self.student.at_depth_1() if share < settings.first_share else self.student
         dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
         weighted = []
         (num_places,) = self.team.sums([float(sum(len(text.roots) for text in texts))])

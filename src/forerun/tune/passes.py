@@ -54,9 +54,9 @@ class ForwardingDrafter:
         """The names of the measured drafter."""
         return self.drafter.names
 
-    def observe(self, news: Committed) -> None:
+    def observe(self, committed: Committed) -> None:
         """Pass committed tokens on."""
-        self.drafter.observe(news)
+        self.drafter.observe(committed)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """The outlook of the measured drafter."""

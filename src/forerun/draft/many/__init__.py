@@ -1,1 +1,1 @@
-"""Drafters made of others: cascades, and mixes."""
+"""Drafters made of other drafters: cascades and mixes."""

@@ -1,1 +1,1 @@
-"""Drafters that are models: what they share (`follower.py`), each kind, and how their guesses grow."""
+"""Drafters that are models: their common part (`follower.py`), draft models, and the growth of draft trees."""

@@ -1,7 +1,7 @@
 """DraftedText: the state of one sequence in a drafter that is a model.
 
-This module numbers the tokens that were read after the kept text and finds them again, and decides which part of a text
-stays if its end turns out to be different.
+A model reads draft tokens after the text that is committed to its cache; they are the sequence's *tail*. This module
+numbers the tail's tokens as the runner does, and finds those that a longer text confirms.
 """
 
 from __future__ import annotations
@@ -24,62 +24,63 @@ from forerun.sampling.draws import Draws
 
 @dataclass(slots=True)
 class DraftedText:
-    """One sequence as the drafter knows it; the runner knows how much of its text is in the cache.
+    """One sequence of a drafter; the runner knows how much of `text` is in the cache.
 
     Texts of the same `salt` may share cached prefixes; None forbids it.
 
-    `tail` finds the draft tokens that were read after the kept text: (parent node, token) -> node, numbered as by the
-    runner; parent -1 is the kept text. A `lost` sequence is not drafted: its text found no room in the cache, and the
-    target's states, from which it would be read, come only once.
+    `tail` has the draft tokens that were read after the committed text: (parent node, token) -> node, with the numbers
+    that the runner uses; parent -1 is the end of the committed text. `pending`, if set, waits for the tail's last
+    tokens, which so far only the device knows. A `lost` sequence is not drafted any more: its text did not fit the
+    cache, and cannot be read later, because the target's states come only once.
     """
 
     text: list[int] = field(default_factory=list)
     root: int | None = None
     highest: int = 0  # the largest token id in the text
     tail: dict[tuple[int, int], int] = field(default_factory=dict)
-    pending: Callable[[], Sequence[int]] | None = None  # waits for guesses in the tail that the host has not seen
+    pending: Callable[[], Sequence[int]] | None = None
     lost: bool = False
     salt: Hashable = None
 
     def add(self, parent: int, token: int) -> int:
-        """Number a tail node that is about to be read."""
+        """Number a node of the tail that is about to be read."""
         return self.tail.setdefault((parent, token), len(self.tail))
 
     def append(self, token: int) -> None:
         """Number a token after the tail's last node."""
         self.add(len(self.tail) - 1, token)
 
-    def settle(self) -> None:
-        """Number the tail nodes that were read before the host knew them."""
+    def number_pending(self) -> None:
+        """Wait for the pending tokens, and number them in the tail."""
         if self.pending is not None:
             for node, token in enumerate(self.pending(), start=len(self.tail)):
                 self.tail[node - 1, token] = node
         self.pending = None
 
     def tokens(self, first: int) -> list[int]:
-        """Text and root from token `first` on."""
+        """Text and root from index `first` on."""
         root = [] if self.root is None or first > len(self.text) else [self.root]
         return self.text[first:] + root
 
     def rewrite(self, first: int, tokens: Sequence[int]) -> int:
-        """Replace text and root from token `first` on; returns how much of the text before the root is unchanged."""
+        """Replace text and root from index `first` on; returns how many tokens before the new root are unchanged."""
         text = self.text
         if self.root is not None:
             text.append(self.root)
         same = (old == new for old, new in zip(text[first:], tokens, strict=False))
-        kept = first + sum(1 for _ in takewhile(bool, same))
+        num_same = first + sum(1 for _ in takewhile(bool, same))
         text[first:] = tokens
         self.root = text.pop() if text else None
         self.highest = max(self.highest, *tokens, 0)
-        return min(kept, len(text))
+        return min(num_same, len(text))
 
     def clear(self, count: int = 0) -> None:
-        """Drop all but the first nodes of the tail."""
+        """Drop all but the first `count` nodes of the tail."""
         self.tail = dict([*self.tail.items()][:count])
         self.pending = None
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The tail's nodes for the longest possible prefix of `tokens`."""
+        """The nodes of the tail along the longest prefix of `tokens` that it has."""
         path: list[int] = []
         for token in tokens:
             node = self.tail.get((path[-1] if path else -1, token))
@@ -88,15 +89,15 @@ class DraftedText:
             path.append(node)
         return path
 
-    def shared(self, tokens: Sequence[int]) -> int:
-        """How many of the tail's first nodes are a chain that is a prefix of `tokens`."""
+    def num_reusable(self, tokens: Sequence[int]) -> int:
+        """How many of the tail's first nodes form a chain that is a prefix of `tokens`."""
         path = self.path(tokens)
         return next((i for i, node in enumerate(path) if node != i), len(path))
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A sequence's final text from token `first` on, with the root last; the text before `first` stays."""
+    """A sequence's final text from index `first` on, with the root last; the text before `first` stays."""
 
     seq_id: int
     first: int
@@ -104,28 +105,29 @@ class Revision:
 
 
 class DraftRow(NamedTuple):
-    """A sequence to be drafted within `budget`. `late` are final tokens after its recorded text, the root last.
+    """A sequence to be drafted within `budget`.
 
-    `guesses` are another drafter's tokens that this one judges: they are read after the root.
+    `after_text` are the final tokens after its recorded text, the root last. `judged` are another drafter's tokens,
+    which are read after the root to judge them.
     """
 
     seq_id: int
-    late: Sequence[int]
+    after_text: Sequence[int]
     budget: Budget
-    guesses: Sequence[int] = ()
+    judged: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RootPass:
-    """A pass as far as the cache had room: what was read, which rows are left, and the requested logits."""
+    """The result of a pass: what was read, the rows for which the cache had room, and the requested logits."""
 
     reads: Sequence[Read]
     rows: list[DraftRow]
     logits: Float[Tensor, "judged vocab"]
 
 
-def number_guesses(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains, starts: Sequence[ChainStart]) -> None:
-    """Number the draft tokens that were read into these texts' tails; unseen ones when the host knows them."""
+def number_tokens(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains, starts: Sequence[ChainStart]) -> None:
+    """Add the draft tokens that were read to the tails of their texts; tokens on the device are added as pending."""
     if chains.draft_tokens is None:
         for start in starts:
             read = chains.trees[start.row].tokens[1 : 1 + chains.num_read.get(start.seq_id, 0)]
@@ -134,15 +136,15 @@ def number_guesses(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains,
     elif chains.num_read:
         download = Download(ids.model_ids(chains.draft_tokens))
 
-        def guesses(row: int, num_read: int) -> Sequence[int]:
-            read: list[int] = download.values[row][:num_read]
-            return read
+        def downloaded(row: int, num_read: int) -> Sequence[int]:
+            tokens: list[int] = download.values[row][:num_read]
+            return tokens
 
         for start in starts:
-            texts[start.seq_id].pending = partial(guesses, start.row, chains.num_read.get(start.seq_id, 0))
+            texts[start.seq_id].pending = partial(downloaded, start.row, chains.num_read.get(start.seq_id, 0))
 
 
 def starts_of(draws: Draws, granted: Mapping[int, Budget]) -> list[ChainStart]:
-    """The chains of these sequences, within their budgets."""
+    """The starts of these sequences' chains, within their budgets."""
     rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
     return [ChainStart(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]

@@ -1,10 +1,10 @@
-"""Follower: the common part of all drafters that are models, whatever their models read.
+"""Follower: the common part of all drafters that are models with a KV cache.
 
-This module decides what is read and when: committed text lazily, when a sequence is drafted again; draft tokens level
-by level. Keys and values of accepted draft tokens stay in the KV cache, so a round usually starts with the root and at
-most one more token. A full cache makes drafts shallower and is never an error. It also chooses how drafts are
-generated: chains by one call of the runner or step by step, or trees. Subclasses decide what goes into their models,
-and which cache they use; the runner decides where tokens lie in the cache.
+A follower keeps its model's cache in step with the target's sequences. Committed text is read lazily, when its sequence
+is drafted the next time; draft tokens are read level by level. Keys and values of accepted draft tokens stay in the
+cache, so a round usually reads the root and at most one token before it. A full cache makes drafts shallower and never
+raises an error. A follower also chooses how drafts are generated: chains by one call of the runner or step by step, or
+trees. Subclasses define the inputs of their models and the cache; the runner places tokens in the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.annotations import Float
 from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
-from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_guesses, starts_of
+from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_tokens, starts_of
 from forerun.draft.model.grower import LevelReader, grow, unseen_chains
 from forerun.draft.model.unread_states import UnreadStates
 from forerun.models.chains import Chains, ChainStart, IdMap, joined
@@ -32,15 +32,15 @@ from forerun.tree import DraftTree
 
 NO_SEQUENCE = -1
 CHUNK_TOKENS = 512  # most tokens of committed text in one pass
-LEAST_WAITED = 64  # tokens for whose sake a text waits until another one is read: below, they are read with it
-TAIL_TOKENS = 8  # unread text up to here is read with the root; trees lay out their paths behind the kept text
+LEAST_WAITED = 64  # a new text waits for a prefix of at least this many tokens that another text is prefilling
+TAIL_TOKENS = 8  # at most so many unread tokens are read in the pass of the root; longer text is prefilled before
 
 
 class Follower:
     """Follows the target's sequences with a runner, and drafts with it.
 
     `rereads`: whether the runner's cache belongs to the drafter, so that a text can be read again after its keys and
-    values were evicted. `FedFollower` is the variant that reads the target's states.
+    values were evicted. `TapFollower` is the variant that reads the target's states.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class Follower:
         self.ids = ids
         self.sequences: dict[int, DraftedText] = {}
         self.states = UnreadStates()
-        self.pass_s = 0.0  # in passes since the last call of `propose`
+        self.pass_s = 0.0  # time in passes since `propose` or `judge` was called
 
     def run(
         self,
@@ -60,61 +60,60 @@ class Follower:
         drawn: DeviceTokens | None = None,
         features: Float[Tensor, "total taps hidden"] | None = None,
     ) -> Outputs:
-        """One pass over these tokens; `features` are the target's states after those of final text, for models that
-        read them.
+        """One pass over these tokens. `features` are the target's states, for models that read final text with them.
 
-        Raises OutOfBlocks, with nothing changed, if the cache is full.
+        Raises OutOfBlocks, and changes nothing, if the cache is full.
         """
         return self.runner.read(reads, drawn=drawn)
 
-    def behind_roots(self, starts: Sequence[ChainStart]) -> Float[Tensor, "starts hidden"] | None:
-        """The target's states that go with the tokens after these roots; None if the model reads tokens alone."""
+    def states_at_roots(self, starts: Sequence[ChainStart]) -> Float[Tensor, "starts hidden"] | None:
+        """The states that the model reads with the first draft tokens; None for a model that reads tokens alone."""
         return None
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """The final draft of the sequences that were `granted` a budget; their tails stay in the cache."""
+        """Complete the draft of the sequences in `granted`; a subclass may also change what stays in the cache."""
         return draft
 
-    def observe(self, news: Committed) -> None:
-        """Record the final tokens; draft tokens that they confirm stay in the cache."""
-        for i, (seq_id, tokens, root) in enumerate(news.rows()):
+    def observe(self, committed: Committed) -> None:
+        """Record the final tokens; keys and values of accepted draft tokens stay in the cache."""
+        for i, (seq_id, tokens, root) in enumerate(committed.rows()):
             if seq_id not in self.sequences:
-                self.sequences[seq_id] = DraftedText(salt=news.salts[i] if news.salts else None)
+                self.sequences[seq_id] = DraftedText(salt=committed.salts[i] if committed.salts else None)
             drafted = self.sequences[seq_id]
-            assert not tokens or drafted.root in (None, tokens[0]), "a sequence's news begin with its last root"
+            assert not tokens or drafted.root in (None, tokens[0]), "the first committed token is not the last root"
             drafted.text.extend(tokens)
             drafted.root = root
             drafted.highest = max(drafted.highest, *tokens, root)
-        self.confirm(news.seq_ids)
+        self.confirm(committed.seq_ids)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
-        """Commit the part of each tail that the text confirms, and drop the rest."""
-        kept, paths = [], []
+        """Commit the path of each tail that the text contains to the cache, and drop the rest of the tail."""
+        with_tail, paths = [], []
         for seq_id in seq_ids:
             drafted = self.sequences[seq_id]
-            drafted.settle()
+            drafted.number_pending()
             if drafted.tail:
-                kept.append(seq_id)
+                with_tail.append(seq_id)
                 paths.append(drafted.path(self.unread(seq_id)))
                 drafted.clear()
-            elif seq_id in self.runner.tails:  # of a proposal that raised
+            elif seq_id in self.runner.tails:  # left by a `propose` that raised
                 self.runner.drop([seq_id])
-        if kept:
-            self.runner.keep(kept, paths)
+        if with_tail:
+            self.runner.keep(with_tail, paths)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """As much as its cache holds of the text; all of it if it could not follow the text in any case."""
+        """The tokens whose keys and values or states are at hand; all of them if the text cannot be drafted anyway."""
         if most > self.window or not self.runner.cache.can_reserve([NO_SEQUENCE], [most]):
             return most
-        return self.states.known(text[:most], salt, self.beginning(text[:most], salt).num_tokens)
+        return self.states.covered(text[:most], salt, self.beginning(text[:most], salt).num_tokens)
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
-        """Length of the cached prefix of a text."""
+        """The cached prefix of a text."""
         others = (LiveText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
         return longest_beginning(self.runner.cache, text, salt, others)
 
-    def begin(self, seq_id: int, most: int | None = None) -> None:
-        """Start the row of a new text with its cached prefix, at most its first `most` tokens."""
+    def start_row(self, seq_id: int, most: int | None = None) -> None:
+        """Start the cache row of a new text with its cached prefix, at most the prefix of `text[:most]`."""
         drafted, cache = self.sequences[seq_id], self.runner.cache
         if seq_id not in cache:
             beginning = self.beginning(drafted.text[:most], drafted.salt)
@@ -122,7 +121,7 @@ class Follower:
             self.states.drop(seq_id, num_known)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """A tree per sequence, grown from the model's logits; the root alone if its context or the cache is full."""
+        """A tree per sequence, grown from the model's logits; the root alone if context or cache have no room."""
         self.pass_s = 0.0
         rows = self.draft_rows(draws.seq_ids, budgets, tail)
         self.cut_tails(rows)
@@ -137,7 +136,7 @@ class Follower:
         return replace(draft, pass_s=self.pass_s + draft.pass_s)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]) -> Draft:
-        """The draft tokens after the roots."""
+        """The draft from the logits after the roots."""
         chains = self.draw_chains(draws, granted, logits)
         if chains is not None:
             return Draft(chains.tree(draws), chains.survival())
@@ -150,40 +149,44 @@ class Follower:
         return grow(draws, [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids], logits, reader)
 
     def draw_after_text(self, draws: Draws, rows: Sequence[DraftRow]) -> Chains | None:
-        """Chains by one call of the runner that also reads the unread text; None if there is no such call."""
+        """Draw chains by one call of the runner that first reads the unread text; None if there is no such call."""
         return None
 
     def draw_chains(
         self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "granted vocab"]
     ) -> Chains | None:
-        """Chains by one call of the runner, or unseen on a device; None if they have to grow level by level."""
+        """Draw chains by one call of the runner, or on a device without the host seeing the tokens.
+
+        None if the draft must grow level by level on the host.
+        """
+        if any(budget.width > 1 for budget in granted.values()):
+            return None
         unseen = self.runner.draws_unseen and not any(row.params.logits_processors for row in draws.rows)
-        priced = any(budget.min_survival for budget in granted.values())
-        if any(budget.width > 1 for budget in granted.values()) or (
-            priced if unseen else draws.rejection or not draws.on_host
-        ):
+        if unseen and any(budget.min_survival for budget in granted.values()):
+            return None
+        if not unseen and (draws.rejection or not draws.on_host):
             return None
         starts = starts_of(draws, granted)
-        chains = self.draw_at_once(draws, starts, logits)
+        chains = self.draw_in_one_call(draws, starts, logits)
         if chains is None and unseen:
             chains = unseen_chains(draws, starts, logits, lambda reads, drawn: self.read_unseen(reads, drawn, granted))
         if chains is not None:
-            number_guesses(self.sequences, self.ids, chains, starts)
+            number_tokens(self.sequences, self.ids, chains, starts)
         return chains
 
-    def draw_at_once(
+    def draw_in_one_call(
         self, draws: Draws, starts: Sequence[ChainStart], logits: Tensor, states: bool = False
     ) -> Chains | None:
-        """Chains by one call of the runner, timed as its passes; None if it has no such call for them."""
-        before, started_s = self.behind_roots(starts), time.perf_counter()
-        if self.taps and before is None:  # what guesses are read beside is computed step by step
+        """Draw chains by one call of the runner; None if it has no such call for them. Its time counts as passes."""
+        before, started_s = self.states_at_roots(starts), time.perf_counter()
+        if self.taps and before is None:  # the states of draft tokens have to be computed step by step
             return None
         chains = self.runner.draw_chains(draws, starts, logits, self.ids, states, before)
         self.pass_s += time.perf_counter() - started_s
         return chains
 
     def read_unseen(self, reads: Sequence[Read], drawn: DeviceTokens, active: Collection[int]) -> Tensor | None:
-        """Read one more token of each chain, known to the device only; None if the cache is full."""
+        """Read one more token of each chain, which only the device knows; None if the cache is full."""
         return self.logits(self.read(reads, active, replace(drawn, tokens=self.ids.model_ids(drawn.tokens))))
 
     def logits(self, states: Outputs | None) -> Tensor | None:
@@ -191,59 +194,64 @@ class Follower:
         return None if states is None else self.ids.target_logits(states.logits)
 
     def draft_rows(self, seq_ids: Sequence[int], budgets: Sequence[Budget], tail: Committed | None) -> list[DraftRow]:
-        """The sequences to be drafted, with depths limited by nodes, the model's context and the cache."""
-        late = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
+        """The sequences with a depth above 0, within their budgets and the model's context."""
+        tails = {} if tail is None else {seq_id: [*tokens, root] for seq_id, tokens, root in tail.rows()}
         rows = []
         for seq_id, budget in zip(seq_ids, budgets, strict=True):
-            new = late.get(seq_id, self.late(seq_id))
-            if seq_id not in self.sequences or new is None:
+            after_text = tails.get(seq_id, self.after_text(seq_id))
+            if seq_id not in self.sequences or after_text is None:
                 continue
-            depth = min(budget.depth, budget.nodes, self.room(self.sequences[seq_id], new))
+            depth = min(budget.depth, budget.nodes, self.max_depth(self.sequences[seq_id], after_text))
             if depth > 0:
-                rows.append(DraftRow(seq_id, new, budget if depth == budget.depth else replace(budget, depth=depth)))
+                budget = budget if depth == budget.depth else replace(budget, depth=depth)
+                rows.append(DraftRow(seq_id, after_text, budget))
         return rows
 
-    def late(self, seq_id: int) -> Sequence[int] | None:
-        """The final tokens after a sequence's recorded text, i.e. its root; None if it cannot be drafted."""
+    def after_text(self, seq_id: int) -> Sequence[int] | None:
+        """The final tokens after a sequence's recorded text: its root. None if it cannot be drafted."""
         drafted = self.sequences.get(seq_id)
         return None if drafted is None or drafted.root is None else [drafted.root]
 
     @property
     def window(self) -> int:
-        """The longest text that the model can read."""
+        """The longest text that the model can read, in tokens."""
         return self.runner.window
 
-    def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
-        """The greatest depth after the text and `late`; the last draft token need not be read."""
-        highest = max([drafted.highest, *late])
-        if drafted.lost or highest >= self.ids.num_model_ids:  # its vocabulary may be the smaller one
+    def max_depth(self, drafted: DraftedText, after_text: Sequence[int]) -> int:
+        """The greatest depth after the text and `after_text`; the last draft token is never read.
+
+        0 for a text with a token that the model's vocabulary does not have.
+        """
+        highest = max([drafted.highest, *after_text])
+        if drafted.lost or highest >= self.ids.num_model_ids:
             return 0
-        return max(0, self.window + 1 - len(drafted.text) - len(late))
+        return max(0, self.window + 1 - len(drafted.text) - len(after_text))
 
     def unread(self, seq_id: int) -> list[int]:
-        """The final text before the root that is not in the cache."""
+        """The recorded text that is not in the cache."""
         return self.sequences[seq_id].text[self.runner.length(seq_id) :]
 
     def num_unread(self, seq_id: int) -> int:
-        """Number of unread tokens; 0 if they will never be read."""
+        """The number of unread tokens; 0 if they will never be read."""
         drafted = self.sequences[seq_id]
         return 0 if drafted.lost else len(drafted.text) - self.runner.length(seq_id)
 
     def catch_up(self, rows: list[DraftRow], left_unread: int, spared: int = 0) -> list[DraftRow]:
-        """Prefill final text, in chunks, until at most `left_unread` tokens are unread; the last `spared` are not read.
-        Returns the rows that fit the cache. A new text starts with its cached prefix, which may be what another of
-        these rows has just read.
+        """Prefill final text in chunks until at most `left_unread` tokens of each row are unread.
+
+        The last `spared` tokens of a text are not read. Returns the rows that fit the cache. A new text starts with its
+        cached prefix, which another of these rows may just have prefilled.
         """
         rows = [row for row in rows if not self.sequences[row.seq_id].lost]
         while behind := [row.seq_id for row in rows if self.num_unread(row.seq_id) > left_unread]:
-            apart = [seq_id for i, seq_id in enumerate(behind) if not self.is_coming(seq_id, behind[:i])]
-            for seq_id in apart:
-                self.begin(seq_id, -1)  # what the last token leaves is wanted
-            rows = self.read_text(rows, apart, spared)
+            ready = [seq_id for i, seq_id in enumerate(behind) if not self.is_prefix_being_read(seq_id, behind[:i])]
+            for seq_id in ready:
+                self.start_row(seq_id, -1)  # the last token has to be read, for the model's output there
+            rows = self.read_text(rows, ready, spared)
         return rows
 
-    def is_coming(self, seq_id: int, others: Sequence[int]) -> bool:
-        """Whether the prefix of a new text is just being read for another row."""
+    def is_prefix_being_read(self, seq_id: int, others: Sequence[int]) -> bool:
+        """Whether a new text should wait because one of `others` is prefilling at least LEAST_WAITED of its tokens."""
         drafted = self.sequences[seq_id]
         if not others or drafted.salt is None or seq_id in self.runner.cache:
             return False
@@ -253,7 +261,7 @@ class Follower:
 
     @torch.inference_mode()
     def read_text(self, rows: list[DraftRow], seq_ids: Sequence[int], spared: int = 0) -> list[DraftRow]:
-        """Prefill a chunk of these sequences' text; returns the rows for which the cache had room."""
+        """Prefill at most CHUNK_TOKENS of these sequences' text in one pass; returns the rows that fit the cache."""
         reads, left = [], CHUNK_TOKENS
         for seq_id in seq_ids:
             unread = self.unread(seq_id)
@@ -268,15 +276,15 @@ class Follower:
         return passed.rows
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """Read the rest of the text, the roots, and another drafter's tokens to be judged.
+        """Read the rest of the text, the roots, and the tokens to be judged, in one pass.
 
-        Returns the rows for which the cache had room, and the logits after their roots and tokens.
+        Returns the rows that fit the cache, and the logits after each root and each judged token.
         """
         reads = []
         for row in rows:
-            text = [*self.unread(row.seq_id), *row.late]
-            num_read, tokens = len(self.sequences[row.seq_id].tail), [*text, *row.guesses]
-            deepest = len(tokens) + row.budget.depth - 1  # the last guess is not read
+            text = [*self.unread(row.seq_id), *row.after_text]
+            num_read, tokens = len(self.sequences[row.seq_id].tail), [*text, *row.judged]
+            deepest = len(tokens) + row.budget.depth - 1  # the last draft token is not read
             scratch = deepest if row.budget.width > 1 else 0
             judged = range(len(text) - 1 - num_read, len(tokens) - num_read)
             reads.append(Read(row.seq_id, tokens[num_read:], judged=judged, scratch=scratch))
@@ -287,7 +295,7 @@ class Follower:
         return passed
 
     def read_fitting(self, reads: list[Read], rows: list[DraftRow], of_text: bool = False) -> RootPass:
-        """Read as many rows as fit: idle sequences are evicted first, then the youngest rows are left out."""
+        """One pass over as many rows as fit the cache: idle sequences are evicted first, then the youngest rows."""
         active = {row.seq_id for row in rows}
         while reads:
             states = self.read(reads, active, features=joined(self.states.of(reads)) if of_text and self.taps else None)
@@ -312,7 +320,7 @@ class Follower:
         drawn: DeviceTokens | None = None,
         features: Tensor | None = None,
     ) -> Outputs | None:
-        """One pass; None if the cache is full even after evicting all sequences outside `active`."""
+        """One pass; None if the cache is full even after all sequences outside `active` were evicted."""
         idle = [s for s in self.sequences if s not in active and s in self.runner.cache] if self.rereads else []
         while True:
             started_s = time.perf_counter()
@@ -326,25 +334,25 @@ class Follower:
                 self.pass_s += time.perf_counter() - started_s
 
     def cut_tails(self, rows: Sequence[DraftRow]) -> None:
-        """Drop draft tokens that were neither confirmed nor rejected, except those with which these texts continue.
+        """Drop the tails of an earlier draft, except for the tokens with which these rows continue.
 
-        A root is always read, for its logits; a tail that may branch starts where the kept text ends.
+        The root is always read again, for its logits. A tree needs an empty tail.
         """
         for row in rows:
-            self.sequences[row.seq_id].settle()
+            self.sequences[row.seq_id].number_pending()
         rows = [row for row in rows if self.sequences[row.seq_id].tail or row.seq_id in self.runner.tails]
         if not rows:
             return
-        texts = [[*self.unread(row.seq_id), *row.late[:-1]] if row.budget.width == 1 else [] for row in rows]
-        counts = [self.sequences[row.seq_id].shared(text) for row, text in zip(rows, texts, strict=True)]
+        texts = [[*self.unread(row.seq_id), *row.after_text[:-1]] if row.budget.width == 1 else [] for row in rows]
+        counts = [self.sequences[row.seq_id].num_reusable(text) for row, text in zip(rows, texts, strict=True)]
         left = self.runner.cut([row.seq_id for row in rows], counts)
         for row, count in zip(rows, left, strict=True):
             self.sequences[row.seq_id].clear(count)
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Evict these sequences from the cache; their text is kept and read again when they are drafted again.
+        """Evict these sequences from the cache; their text is prefilled again when they are drafted again.
 
-        If the text may be shared, its blocks stay in the prefix cache while there is room.
+        Blocks of text that may be shared stay in the prefix cache while there is room.
         """
         for seq_id in seq_ids:
             drafted = self.sequences.get(seq_id)
@@ -356,22 +364,23 @@ class Follower:
                 drafted.clear()
 
     def lose(self, seq_id: int) -> None:
-        """Stop drafting a sequence whose text did not fit, until it is forgotten and observed from its start."""
+        """Stop drafting a sequence whose text did not fit, until it is forgotten and observed from the start."""
         self.release([seq_id])
         self.states.drop(seq_id)
         self.sequences[seq_id].lost = True
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Number of unread tokens, and the depth that context and cache allow."""
+        """The number of unread tokens, and the depth that the model's context allows."""
         unread, limit = [], []
         for seq_id in seq_ids:
-            late = self.late(seq_id)
-            unread.append(0 if late is None else self.num_unread(seq_id) + self.rereads)  # the root, unless it is given
-            limit.append(0 if late is None else self.room(self.sequences[seq_id], late))
+            after_text = self.after_text(seq_id)
+            # A model without the target's states reads the root too.
+            unread.append(0 if after_text is None else self.num_unread(seq_id) + self.rereads)
+            limit.append(0 if after_text is None else self.max_depth(self.sequences[seq_id], after_text))
         return Outlook(unread, limit, ends_early=not self.runner.draws_unseen)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop text and cache of these sequences; unknown ones are ignored."""
+        """Drop text and cache of these sequences; unknown ids are ignored."""
         self.release(seq_ids)
         for seq_id in seq_ids:
             self.states.drop(seq_id)

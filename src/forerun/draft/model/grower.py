@@ -1,12 +1,12 @@
 """Generates draft trees from a model's logits, level by level, for many sequences with different budgets.
 
-`grow` grows the trees of a round together: each level is one pass of the model over the nodes of all sequences. A chain
-is a tree of width 1. A draft model reads the nodes after the roots (`LevelReader`); heads and blocks compute the logits
-after any of their tokens at once, without reading them. `tree_shape.py` decides which nodes get children.
+`grow` grows the trees of a round together: each level is one pass of the model over the new nodes of all sequences. A
+chain is a tree of width 1. A draft model reads the nodes (`LevelReader`); heads and blocks compute the logits after any
+of their tokens without another pass (`grow_by_heads`). `tree_shape.py` decides which nodes get children.
 
-`unseen_chains` generates chains on a device without the host seeing any token. Budgets alone decide where chains end,
-so the host can prepare slots, positions and tables of all steps in advance. The tokens stay on the device, from one
-step's sampling to the next step's pass and on to the target's pass.
+`unseen_chains` generates chains on a device without copying a token to the host. Budgets alone decide where the chains
+end, so the host can prepare slots, positions and tables of all steps in advance. The tokens stay on the device, from
+one step's sampling to the next step's pass and on to the target's pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
 
 
 class NodeToExpand(NamedTuple):
-    """A node about to get children of these ranks, with its tree and row in the round."""
+    """A node about to get children of these ranks; `row` is the row of its tree in the round."""
 
     row: int
     node: int
@@ -40,12 +40,12 @@ class NodeToExpand(NamedTuple):
     growing: GrowingTree
 
     def path(self) -> list[int]:
-        """The draft tokens from the root down to it."""
+        """The draft tokens on the path to the node, without the root."""
         return self.growing.along(self.growing.tree.tokens, self.node)
 
 
-# The logits after nodes of one level, the places of each row together; None: no room for more. A node that was read may
-# be missing in the tree that is grown in the end.
+# Returns the logits after the nodes of one level, which are ordered by row; None if the cache is full. A node that was
+# read may be missing in the final tree.
 ReadNodes = Callable[[Sequence[NodeToExpand]], Tensor | None]
 Confidence = Callable[[Sequence[NodeToExpand]], Sequence[float]]
 
@@ -57,21 +57,22 @@ def grow(
     read: ReadNodes,
     confidence: Confidence | None = None,
 ) -> Draft:
-    """Grow one tree per sequence of `draws`; `logits` are those after the roots of the rows with a budget, in order.
-    None: they are read like those of other nodes.
+    """Grow one tree per sequence of `draws`, within its budget.
 
-    Trees stay within depth, width and nodes, and take at most depth - 1 further passes. If draft tokens are judged by
-    equality a tree has the `nodes` most likely paths, by survival under the round's noise, above the minimum. In
-    rejection modes it carries the laws that its tokens were sampled from. Width 1 gives chains, and without a minimum
-    the draft has no survival. `confidence` is a drafter's own estimate, for each of these nodes, of the probability
-    that its first child is accepted; without it the law that children are sampled from is used.
+    `logits` are those after the roots of the rows with a depth above 0, in order; without them `read` is called for the
+    roots too. Growing takes at most depth - 1 further passes. In coupled mode a tree has the `nodes` most likely paths,
+    by survival under the round's noise, above the minimum. In rejection modes it has the distributions that its tokens
+    were sampled from. The draft has survival estimates if any budget has a minimum or a width above 1.
+
+    `confidence` returns, for each of these nodes, the drafter's own estimate of the probability that its first child is
+    accepted. Without it the estimate is the probability with which the child is sampled.
     """
     coupled = not draws.rejection
     roots = [HostTree([row.tokens[-1]], [-1], survival=[1.0], law_rows=[-1]) for row in draws.rows]
     growing = [GrowingTree(budget, coupled, root) for budget, root in zip(budgets, roots, strict=True)]
     draws.prepare_noise(max((budget.depth for budget in budgets), default=0))
     laws: list[Tensor] = []
-    # Whether any tree's shape depends on survival: over a large vocabulary it costs more than the draw.
+    # Survival is computed only if a tree's shape depends on it: for a large vocabulary it costs more than sampling.
     survival = any(budget.width > 1 or budget.min_survival > 0 for budget in budgets)
     places = next_places(growing)
     while places:
@@ -84,7 +85,7 @@ def grow(
 
 
 def next_places(growing: Sequence[GrowingTree]) -> list[NodeToExpand]:
-    """The nodes that get children on the next level, those of each row together."""
+    """The nodes that get children on the next level, ordered by row."""
     return [
         NodeToExpand(row, node, ranks, each)
         for row, each in enumerate(growing)
@@ -113,7 +114,7 @@ def draw_level(
     if offer.law is not None:
         laws.append(offer.law)
     for i, (row, node, ranks, each) in enumerate(places):
-        if offer.law is not None and in_turn(ranks) and not greedy[row]:
+        if offer.law is not None and has_all_siblings(ranks) and not greedy[row]:
             each.tree.law_rows[node] = first_law + i
         for rank in ranks:
             if (token := offer.tokens[i][rank]) >= 0:
@@ -121,18 +122,18 @@ def draw_level(
 
 
 def with_first(chances: Sequence[float], first: float) -> list[float]:
-    """The probabilities of a node's children with the first set to this, the others scaled to the rest."""
-    left = (1.0 - first) / (1.0 - chances[0]) if chances[0] < 1.0 else 0.0
-    return [first, *(left * chance for chance in chances[1:])]
+    """The probabilities of a node's children with the first replaced by `first` and the others rescaled."""
+    scale = (1.0 - first) / (1.0 - chances[0]) if chances[0] < 1.0 else 0.0
+    return [first, *(scale * chance for chance in chances[1:])]
 
 
-def in_turn(ranks: Ranks) -> bool:
-    """Whether all sampled tokens stay, so that rejection rules can judge them by the law."""
+def has_all_siblings(ranks: Ranks) -> bool:
+    """Whether every sampled sibling stays in the tree, so that rejection rules may use their distribution."""
     return len(ranks) == 1 + ranks[-1]
 
 
 def assemble(draws: Draws, growing: Sequence[GrowingTree], laws: Sequence[Tensor], survival: bool) -> Draft:
-    """The trees as one draft; `laws` are the packed laws of the rejection modes."""
+    """The trees as one draft; `laws` are the distributions of the rejection modes, packed."""
     trees = [each.finished() for each in growing]
     tree = DraftTree.of_hosts(trees, max(each.budget.width for each in growing)).to(draws.device)
     if laws:
@@ -141,13 +142,13 @@ def assemble(draws: Draws, growing: Sequence[GrowingTree], laws: Sequence[Tensor
     return Draft(tree, upload_tensor(survival_of(trees), draws.device) if survival else None)
 
 
-ReadAll = Callable[[Sequence[Read]], Tensor | None]  # the logits asked for; None: no room
+ReadAll = Callable[[Sequence[Read]], Tensor | None]  # returns the requested logits; None if the cache is full
 
 
 class LevelReader:
-    """Reads nodes for `grow`, numbered as in the sequences' tails, whose last nodes are the roots.
+    """Reads nodes for `grow`, and numbers them in the sequences' tails.
 
-    Without a tail the root is the last token of the kept text, and its number is -1.
+    The root is the last node of a tail; without a tail it is the last token of the committed text, numbered -1.
     """
 
     def __init__(self, sequences: Mapping[int, DraftedText], read: ReadAll, ids: IdMap, seq_ids: Sequence[int]) -> None:
@@ -159,44 +160,44 @@ class LevelReader:
 
     def __call__(self, places: Sequence[NodeToExpand]) -> Tensor | None:
         """The logits after the nodes, in their order; None if the cache is full."""
-        guesses = self.ids.model_id_list([each.tree.tokens[node] for _, node, _, each in places])
+        model_ids = self.ids.model_id_list([each.tree.tokens[node] for _, node, _, each in places])
         parents = [self.numbers[row, each.tree.parents[node]] for row, node, _, each in places]
         reads = []
         for row, group in groupby(range(len(places)), key=lambda i: places[i].row):
             nodes = list(group)
-            tokens = [max(0, guesses[i]) for i in nodes]
+            tokens = [max(0, model_ids[i]) for i in nodes]
             branches, budget = [parents[i] for i in nodes], places[nodes[0]].growing.budget
-            if budget.width == 1:  # each goes on from the last
+            if budget.width == 1:  # a read without parents continues the chain
                 reads.append(Read(self.seq_ids[row], tokens, judged=range(len(nodes))))
             else:
                 reads.append(Read(self.seq_ids[row], tokens, branches, range(len(nodes)), budget.depth - 1))
         logits = self.read(reads)
         if logits is None:
             return None
-        for place, token, parent in zip(places, guesses, parents, strict=True):
+        for place, token, parent in zip(places, model_ids, parents, strict=True):
             drafted = self.sequences[self.seq_ids[place.row]]
             self.numbers[place.row, place.node] = drafted.add(parent, token)
         return logits
 
 
-ReadUnseen = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # the logits; None: no room
+ReadUnseen = Callable[[Sequence[Read], DeviceTokens], Tensor | None]  # returns the logits; None if the cache is full
 
 
 def unseen_chains(
     draws: Draws, starts: Sequence[ChainStart], logits: Float[Tensor, "starts vocab"], read: ReadUnseen
 ) -> Chains:
-    """A chain for every start. It ends at its depth, or where the cache has no room to read on."""
+    """A chain for each start, to its depth, or shorter if the cache is full. `logits` are those after the roots."""
     batch, deepest = len(draws.rows), max(start.depth for start in starts)
-    guesses = torch.full((batch, deepest), -1, dtype=torch.long, device=draws.device)
+    draft_tokens = torch.full((batch, deepest), -1, dtype=torch.long, device=draws.device)
     counts, law_rows, greedy = [0] * batch, [[-1] * (1 + deepest) for _ in range(batch)], draws.greedy
-    chains = Chains([], {}, draft_tokens=guesses)
+    chains = Chains([], {}, draft_tokens=draft_tokens)
     active = list(starts)
     roots, rows = draws.roots(), upload([start.row for start in active], torch.long, draws.device)
     at = PathState(roots.row[rows], roots.drawn[rows], roots.position[rows])
     for level in range(deepest):
         children = draws.children(logits, at, 1, survival=False)
         rows = upload([start.row for start in active], torch.long, draws.device)
-        guesses[rows, level] = children.tokens[:, 0]
+        draft_tokens[rows, level] = children.tokens[:, 0]
         first_law = sum(map(len, chains.laws))
         for i, start in enumerate(active):
             counts[start.row] = level + 1
@@ -204,30 +205,30 @@ def unseen_chains(
                 law_rows[start.row][level] = first_law + i
         if children.law is not None:
             chains.laws.append(children.law)
-        ahead = [i for i, start in enumerate(active) if start.depth > level + 1]
-        if not ahead:
+        deeper = [i for i, start in enumerate(active) if start.depth > level + 1]
+        if not deeper:
             break
-        kept = upload(ahead, torch.long, draws.device)
+        kept = upload(deeper, torch.long, draws.device)
         at = draws.advance(at, kept, children.tokens[kept, 0].clamp_min(0))
-        active = [active[i] for i in ahead]
+        active = [active[i] for i in deeper]
         source = [start.row * deepest + level for start in active]
         reads = [Read(start.seq_id, [-1], judged=[0]) for start in active]
-        read_on = read(reads, DeviceTokens(guesses, source))
-        if read_on is None:
+        next_logits = read(reads, DeviceTokens(draft_tokens, source))
+        if next_logits is None:
             break
-        logits = read_on
+        logits = next_logits
         chains.num_read |= {start.seq_id: level + 1 for start in active}
     chains.trees = [replace(HostTree.unseen(n), law_rows=laws) for n, laws in zip(counts, law_rows, strict=True)]
     return chains
 
 
-# Something of the next guess of these sequences, given their roots and the guesses so far.
-OfNextGuess = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
-DrawAtOnce = Callable[[Sequence[ChainStart]], Chains | None]
+# A value for the next draft token of each of these sequences, given their roots and the draft tokens so far.
+OfNextToken = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
+DrawInOneCall = Callable[[Sequence[ChainStart]], Chains | None]
 
 
-def places_of(granted: Mapping[int, Budget]) -> OfNextGuess:
-    """A function that gives the places of the next draft tokens among all granted ones, packed by sequence."""
+def places_of(granted: Mapping[int, Budget]) -> OfNextToken:
+    """A function that returns the indices of the next draft tokens among those of all budgets, packed by sequence."""
     firsts = dict(zip(granted, accumulate((b.depth for b in granted.values()), initial=0), strict=False))
     return lambda seq_ids, path: upload([firsts[s] + path.shape[1] - 1 for s in seq_ids], torch.long, path.device)
 
@@ -235,59 +236,61 @@ def places_of(granted: Mapping[int, Budget]) -> OfNextGuess:
 def grow_by_heads(
     draws: Draws,
     granted: Mapping[int, Budget],
-    logits_after: OfNextGuess,
+    logits_after: OfNextToken,
     unseen: bool,
-    draw: DrawAtOnce | None = None,
-    confidence: OfNextGuess | None = None,
+    draw: DrawInOneCall | None = None,
+    confidence: OfNextToken | None = None,
 ) -> Draft:
-    """Trees for these sequences by heads, without passes; on a device (`unseen`) chains that the host does not see,
-    where possible. `confidence` and budgets are as in `grow`; `pass_s` are in `logits_after`.
+    """Grow trees for these sequences by heads, without passes.
+
+    With `unseen`, on a device, the tokens of chains are not copied to the host, if possible. `granted` and `confidence`
+    are as in `grow`. The draft's `pass_s` is the time in `logits_after`.
     """
     if unseen and (draft := unseen_by_heads(draws, granted, logits_after, draw)) is not None:
         return draft
-    taken_s = 0.0
+    pass_s = 0.0
 
-    def asked(places: Sequence[NodeToExpand]) -> tuple[list[int], Tensor]:
+    def paths_to(places: Sequence[NodeToExpand]) -> tuple[list[int], Tensor]:
         rows = [draws.rows[place.row] for place in places]
         paths = [[row.tokens[-1], *place.path()] for row, place in zip(rows, places, strict=True)]
         return [row.seq_id for row in rows], upload(paths, torch.long, draws.device)
 
     def read(places: Sequence[NodeToExpand]) -> Tensor:
-        nonlocal taken_s
+        nonlocal pass_s
         started_s = time.perf_counter()
-        logits = logits_after(*asked(places))
-        taken_s += time.perf_counter() - started_s
+        logits = logits_after(*paths_to(places))
+        pass_s += time.perf_counter() - started_s
         return logits
 
     def estimates(places: Sequence[NodeToExpand]) -> Sequence[float]:
-        assert confidence is not None, "there is a head to ask"
-        chances: list[float] = confidence(*asked(places)).tolist()
+        assert confidence is not None, "called without a confidence head"
+        chances: list[float] = confidence(*paths_to(places)).tolist()
         return chances
 
     budgets = [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids]
-    return replace(grow(draws, budgets, None, read, estimates if confidence else None), pass_s=taken_s)
+    return replace(grow(draws, budgets, None, read, estimates if confidence else None), pass_s=pass_s)
 
 
 def unseen_by_heads(
-    draws: Draws, granted: Mapping[int, Budget], logits_after: OfNextGuess, draw: DrawAtOnce | None = None
+    draws: Draws, granted: Mapping[int, Budget], logits_after: OfNextToken, draw: DrawInOneCall | None = None
 ) -> Draft | None:
-    """Chains by heads, sampled on a device in one call of `draw` if it can; None if the host has to see each token: in
-    trees, with a minimum survival, and for requests with logits processors.
+    """Chains by heads that are sampled on a device, in one call of `draw` if it supports them.
+
+    None if the host needs each token: for trees, a minimum survival, and requests with logits processors.
     """
-    asked = granted.values()
-    if any(budget.width > 1 or budget.min_survival for budget in asked):
+    if any(budget.width > 1 or budget.min_survival for budget in granted.values()):
         return None
     if any(row.params.logits_processors for row in draws.rows):
         return None
     starts = starts_of(draws, granted)
-    if draw is not None and (at_once := draw(starts)) is not None:
-        return Draft(at_once.tree(draws), None)
+    if draw is not None and (chains := draw(starts)) is not None:
+        return Draft(chains.tree(draws), None)
     deepest, roots = max(start.depth for start in starts), draws.roots_tokens[:, None]
 
     def read(reads: Sequence[Read], drawn: DeviceTokens) -> Tensor:
         at = upload([place // deepest for place in drawn.source], torch.long, draws.device)
-        guesses = drawn.tokens[at, : 1 + drawn.source[0] % deepest].clamp_min(0)
-        return logits_after([read.seq_id for read in reads], torch.cat([roots[at], guesses], dim=1))
+        draft_tokens = drawn.tokens[at, : 1 + drawn.source[0] % deepest].clamp_min(0)
+        return logits_after([read.seq_id for read in reads], torch.cat([roots[at], draft_tokens], dim=1))
 
     first = logits_after([*granted], roots[upload([start.row for start in starts], torch.long, draws.device)])
     chains = unseen_chains(draws, starts, first, read)

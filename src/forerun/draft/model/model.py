@@ -1,15 +1,15 @@
 """ModelDrafter: a draft model with its own KV cache.
 
-A draft model reads tokens, of the target's vocabulary or of its own. Its text may be revised if a tokenizer changes
-earlier tokens, and it can judge another drafter's chains. `Follower` does the rest, and `draft/vocab/translate.py`
-plans it (`plan_model`).
+A draft model reads tokens of the target's vocabulary or of its own. In the latter case earlier tokens of its text may
+change while the text grows (`revise`). It can also judge another drafter's chains. `Follower` does the rest, and
+`plan_model` in `draft/vocab/translate.py` plans it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.draft.base import Budget, JudgeLogits, Question
+from forerun.draft.base import Budget, ChainToJudge, JudgeLogits
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, Revision
 from forerun.draft.model.follower import TAIL_TOKENS, Follower
 from forerun.draft.vocab.vocabulary import SharedTokens
@@ -20,8 +20,8 @@ from forerun.models.runner import Runner
 class ModelDrafter(Follower):
     """Drafts with a model of the target's tokenizer, or of one that shares tokens with it.
 
-    `vocab_size` is the width of the target's logits: the drafter's are cut, or padded with -inf, to it. With `shared`
-    the text comes in the drafter's tokens, by `revise`, and only shared tokens are drafted.
+    `vocab_size` is the width of the target's logits, to which the drafter's logits are cut or padded with -inf. With
+    `shared` the text comes in the drafter's tokens, through `revise`, and only shared tokens are drafted.
     """
 
     names: tuple[str, ...] = ("model",)
@@ -32,7 +32,7 @@ class ModelDrafter(Follower):
         self.shared = shared
 
     def revise(self, revisions: Sequence[Revision]) -> None:
-        """Replace texts from some token on; the unchanged part stays in the cache."""
+        """Replace the ends of texts; the unchanged part stays in the cache."""
         for revision in revisions:
             drafted = self.sequences.setdefault(revision.seq_id, DraftedText())
             kept = drafted.rewrite(revision.first, revision.tokens)
@@ -41,16 +41,16 @@ class ModelDrafter(Follower):
                 drafted.clear()
         self.confirm([revision.seq_id for revision in revisions])
 
-    def judge(self, questions: Sequence[Question]) -> JudgeLogits:
-        """The logits after the roots and guesses; tokens read for earlier questions are not read again."""
+    def judge(self, chains: Sequence[ChainToJudge]) -> JudgeLogits:
+        """The logits along these chains; tokens of an earlier call are not read again."""
         self.pass_s = 0.0
-        rooms = [self.room(self.sequences[q.seq_id], q.late) for q in questions]
-        asked = {q.seq_id: i for i, (q, room) in enumerate(zip(questions, rooms, strict=True)) if room > len(q.guesses)}
-        # An id beyond its vocabulary is one that it never says: what is read in its place is of no consequence.
-        rows = [
-            DraftRow(q.seq_id, q.late, Budget(depth=1), [g if g < self.ids.num_model_ids else 0 for g in q.guesses])
-            for q in (questions[i] for i in asked.values())
-        ]
+        rows, indices = [], {}
+        for i, chain in enumerate(chains):
+            if self.max_depth(self.sequences[chain.seq_id], chain.after_text) > len(chain.draft_tokens):
+                # An id beyond its vocabulary has probability 0, so the logits after it never matter.
+                tokens = [token if token < self.ids.num_model_ids else 0 for token in chain.draft_tokens]
+                rows.append(DraftRow(chain.seq_id, chain.after_text, Budget(depth=1), tokens))
+                indices[chain.seq_id] = i
         self.cut_tails(rows)
         passed = self.read_roots(self.catch_up(rows, TAIL_TOKENS))
-        return JudgeLogits([asked[row.seq_id] for row in passed.rows], passed.logits, self.pass_s)
+        return JudgeLogits([indices[row.seq_id] for row in passed.rows], passed.logits, self.pass_s)

@@ -1,11 +1,10 @@
-"""StateFollower: a model that reads each token with the state of the token before it, and predicts the next token.
+"""StateFollower: a drafter whose model reads each token with the hidden state of the token before it (EAGLE, MTP).
 
-This is EAGLE's and MTP's pairing. The state is the target's if the target has read the token before, so the model's
-text is the target's without the first token and with the root: it is read before a draft, and drafting starts from the
-model's output at its last token. For draft tokens the state is the model's own output at the token before. The cache
-keeps results of the target's states only: draft tokens are dropped after each round, and accepted ones are read again
-with the target's states. Subclasses decide which states a model reads, and which of its outputs it passes to the next
-draft token.
+For final text the state is the target's. The model's text therefore starts at the second token and ends with the root.
+It is read before a draft, and drafting starts from the model's output at the root. For a draft token the state is the
+model's own output at the token before. The cache keeps only what was computed from the target's states: draft tokens
+are dropped after each round, and accepted ones are read again with the target's states. Subclasses define which states
+the model reads, and which of its outputs are passed to the next draft token.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from forerun.annotations import Float
 from forerun.device import Download
 from forerun.draft.base import Committed
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.fed_follower import FedFollower
+from forerun.draft.model.tap_follower import TapFollower
 from forerun.models.chains import ChainStart, IdMap, UnreadTexts, VerifiedChains, joined
 from forerun.models.decoder import Outputs
 from forerun.models.runner import DeviceTokens, Read, Runner
 
 
-class StateFollower(FedFollower, ABC):
-    """Drafts with a `runner` whose decoder reads embeddings and states together.
+class StateFollower(TapFollower, ABC):
+    """Drafts with a `runner` whose decoder reads embeddings and states; its output per token has `num_outputs` numbers.
 
-    Its output for a token of text has `num_outputs` numbers.
+    `outputs` are those at the last token of a sequence's text, followed by those at its draft tokens.
     """
 
     draws_after_text = True
@@ -40,7 +39,7 @@ class StateFollower(FedFollower, ABC):
     def __init__(self, runner: Runner, ids: IdMap, num_outputs: int) -> None:
         super().__init__(runner, ids)
         self.num_outputs = num_outputs
-        self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}  # of text's last token, and of guesses behind it
+        self.outputs: dict[int, list[Float[Tensor, " outputs"]]] = {}
 
     @abstractmethod
     def fuse(self, features: Float[Tensor, "total taps hidden"]) -> Float[Tensor, "total inputs"]:
@@ -51,39 +50,40 @@ class StateFollower(FedFollower, ABC):
         """The state input of a draft token, from the model's output at its parent."""
 
     def before_fusing(self, reads: Sequence[Read], features: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The target's states for these reads, completed by what else is read with each sequence's text."""
+        """The target's states for these reads; a subclass may add further states that the model reads with the text."""
         return features
 
-    def observe(self, news: Committed) -> None:
+    def observe(self, committed: Committed) -> None:
         """Record the final tokens. Raises WrongTarget for text without states."""
-        for seq_id, tokens, _ in news.rows():
+        for seq_id, tokens, _ in committed.rows():
             before = self.sequences[seq_id].text[-1:] if seq_id in self.sequences else []
-            assert not tokens or not before or before[0] == tokens[0], "a sequence's news begin with its last root"
-        super().observe(self.shifted(news))
-        for seq_id in news.seq_ids:
-            self.sequences[seq_id].root = None  # it is part of the text, and the next news begin behind it
+            assert not tokens or not before or before[0] == tokens[0], "the first committed token is not the last root"
+        super().observe(self.shifted(committed))
+        for seq_id in committed.seq_ids:
+            self.sequences[seq_id].root = None  # the text includes the root
 
-    def shifted(self, news: Committed) -> Committed:
-        """The committed tokens without the first and with the root: each token with the state before it.
+    def shifted(self, committed: Committed) -> Committed:
+        """The committed tokens without the first and with the root, so that each goes with the state before it.
 
-        The first token of a text has no state before it. As all states depend on it, it is part of the salt.
+        The first token of a text has no state before it, so the model does not read it. Since all states depend on it,
+        it becomes part of the salt.
         """
-        rows = [(row_tokens, root) for _, row_tokens, root in news.rows()]
+        rows = [(row_tokens, root) for _, row_tokens, root in committed.rows()]
         tokens = [token for row_tokens, root in rows for token in ((*row_tokens[1:], root) if row_tokens else ())]
         firsts = [row_tokens[0] if row_tokens else root for row_tokens, root in rows]
-        salts = [None if salt is None else (salt, first) for salt, first in zip(news.salts, firsts, strict=False)]
-        return replace(news, tokens=tokens, salts=salts)
+        salts = [None if salt is None else (salt, first) for salt, first in zip(committed.salts, firsts, strict=False)]
+        return replace(committed, tokens=tokens, salts=salts)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """As much as it holds, and one token more, which needs no state."""
+        """As for the text without its first token, which needs no state."""
         return super().adoptable(text[1 : most + 1], most, (salt, text[0]))
 
-    def late(self, seq_id: int) -> Sequence[int] | None:
-        """No tokens, if the model's output at the text's last token is known or will be when it is read."""
+    def after_text(self, seq_id: int) -> Sequence[int] | None:
+        """No tokens, since the text includes the root; None if the model's output there cannot be computed."""
         return () if seq_id in self.outputs or seq_id in self.states.waiting else None
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
-        """One pass; the outputs at the text's last token and at draft tokens are kept, for their children."""
+        """One pass. The outputs at the text's last token and at draft tokens are saved: their children read them."""
         states = self.runner.read(reads, drawn=drawn, inputs=self.inputs(reads, features))
         for read, outputs in zip(reads, states.hidden.split([len(read.tokens) for read in reads]), strict=True):
             if features is not None:
@@ -94,7 +94,7 @@ class StateFollower(FedFollower, ABC):
 
     @torch.inference_mode()
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """The roots are part of the text: returns the logits of the kept outputs there."""
+        """The logits after the roots, from the saved outputs: the roots were read with the text."""
         if not rows:
             return self.read_fitting([], rows)
         started_s = time.perf_counter()
@@ -103,9 +103,9 @@ class StateFollower(FedFollower, ABC):
         return RootPass([], rows, self.ids.target_logits(logits))
 
     def begin_next(self, judged: VerifiedChains) -> Download | None:
-        """Let a device generate the next chains after the tokens that it has accepted; returns the verdict's copy.
+        """Start the next chains on the device after the tokens that it has accepted; returns the verdict's download.
 
-        None, with nothing started, if these are not the chains of the last draft.
+        None, and nothing is started, unless `judged` are all chains of the last draft.
         """
         starts = self.drawn
         if not starts or [start.seq_id for start in starts] != [judged.draws.seq_ids[start.row] for start in starts]:
@@ -122,24 +122,24 @@ class StateFollower(FedFollower, ABC):
         return self.texts_of(reads, self.states.of(reads))
 
     def texts_of(self, reads: Sequence[Read], features: Sequence[Float[Tensor, "_ taps hidden"]]) -> UnreadTexts:
-        """Texts with the target's states."""
+        """The text of these reads with the target's states, as the input of the runner's call."""
         runner, features = self.runner, self.before_fusing(reads, features)
         dtype = runner.decoder.stream_dtype if runner.draws_unseen else torch.float32
         roots = torch.empty(len(reads), self.num_outputs, dtype=dtype, device=runner.device)
         return UnreadTexts([read.tokens for read in reads], features, roots, self.fuse, self.draft_states)
 
     def keep_ends(self, reads: Sequence[Read], texts: UnreadTexts) -> None:
-        """Keep the model's output at the last token of each text: drafting starts from it."""
+        """Save the model's output at the last token of each text, from which drafting starts."""
         if texts.roots is not None:
             self.outputs |= {read.seq_id: [root] for read, root in zip(reads, texts.roots, strict=True)}
 
-    def behind_roots(self, starts: Sequence[ChainStart]) -> Float[Tensor, "starts outputs"]:
+    def states_at_roots(self, starts: Sequence[ChainStart]) -> Float[Tensor, "starts outputs"]:
         return torch.stack([self.outputs[start.seq_id][-1] for start in starts])
 
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None
     ) -> Float[Tensor, "total inputs"]:
-        """The target's states for text; for a draft token the model's output at its parent."""
+        """The state inputs of these reads: the target's states for text, the model's output at the parent otherwise."""
         if features is not None:
             return self.fuse(joined(self.before_fusing(reads, [features])))
         states = []
@@ -149,11 +149,11 @@ class StateFollower(FedFollower, ABC):
         return torch.stack(states)
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
-        """Drop all draft tokens: accepted ones are read again with the target's states."""
+        """Drop all draft tokens; accepted ones are read again with the target's states."""
         self.drop(seq_ids)
 
     def cut_tails(self, rows: Sequence[DraftRow]) -> None:
-        """Drop draft tokens that were neither confirmed nor rejected."""
+        """Drop the draft tokens of an earlier draft."""
         self.drop([row.seq_id for row in rows])
 
     def drop(self, seq_ids: Sequence[int]) -> None:

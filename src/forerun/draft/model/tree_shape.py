@@ -1,8 +1,8 @@
 """The shape of a growing draft tree: which nodes get children, and how many.
 
-There are three ways. If draft tokens are judged by equality any choice is exact, so the tree has the most likely paths,
-chosen after sampling. Rejection rules need the law that every token was sampled from, so there the number of children
-is fixed before they are sampled, and all stay. Or the budget gives a fixed shape.
+There are three rules. In coupled mode any choice is exact, so the tree gets the most likely paths, chosen after
+sampling (`best_first`). In rejection modes every sampled token must stay, so the number of children is fixed before
+they are sampled (`equal_shares`). If the budget has a fixed shape the tree follows it (`fixed_shape`).
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from dataclasses import dataclass, field
 from forerun.draft.base import Budget
 from forerun.tree import HostTree
 
-Ranks = Sequence[int]  # ascending: 0 is the first child drawn
-FIRST: Ranks = range(1)
+Ranks = Sequence[int]  # of children in the order in which they are sampled, ascending from 0
+FIRST_CHILD: Ranks = range(1)
 
 
 @dataclass(slots=True)
 class GrowingTree:
     """A tree while it is grown, level by level, within a budget.
 
-    `coupled`: draft tokens are judged by equality, so sampled ones may be left out. `ranks` is the number of siblings
-    sampled before a node.
+    `coupled`: whether sampled tokens may be left out, because verification is exact for any choice of them. `ranks[i]`
+    is the number of siblings sampled before node i. `level` is the depth of the nodes that `extend` handled last, and
+    `num_extended` the number of nodes up to this level. Nodes whose survival is not above `least` are left out, because
+    `budget.nodes` others are at least as likely.
     """
 
     budget: Budget
     coupled: bool
     tree: HostTree
     ranks: list[int] = field(default_factory=lambda: [-1])
-    level: int = -1  # at which the nodes were drawn that `extend` decided on last
-    decided: int = 0  # how many nodes were there then
-    least: float = -1.0  # what survives with no more than this comes behind `budget.nodes` others
+    level: int = -1
+    num_extended: int = 0
+    least: float = -1.0
 
     def add(self, parent: int, rank: int, token: int, survival: float) -> None:
-        """Append a draft token with its survival given its parent, unless it would be left out in the end."""
+        """Append a draft token with its survival given its parent, unless it cannot be in the final tree."""
         tree = self.tree
         survival *= tree.survival[parent]
         if self.coupled and (survival <= self.least or survival < self.budget.min_survival):
@@ -44,7 +46,7 @@ class GrowingTree:
         self.ranks.append(rank)
 
     def along(self, values: Sequence[int], node: int) -> list[int]:
-        """The values of the nodes from below the root down to this one."""
+        """The values of the nodes on the path from the root, which is left out, to this node."""
         if self.budget.width == 1:
             return [*values[1 : node + 1]]
         path = []
@@ -54,19 +56,23 @@ class GrowingTree:
         return path[::-1]
 
     def extend(self) -> Mapping[int, Ranks]:
-        """Which of the nodes sampled since the last call get children, and of which ranks."""
-        first, self.decided, self.level = self.decided, len(self.tree.tokens), self.level + 1
+        """The nodes of the newest level that get children, and the ranks of these children."""
+        first, self.num_extended, self.level = self.num_extended, len(self.tree.tokens), self.level + 1
         budget, survival = self.budget, self.tree.survival
         if self.level >= budget.depth:
             return {}
-        if budget.width == 1 and budget.shape is None:  # both rules, at less cost
-            last = self.decided - 1
-            return {last: FIRST} if first <= last < budget.nodes and survival[last] >= budget.min_survival else {}
-        choose = shaped if budget.shape is not None else best_first if self.coupled else settled
-        return choose(self, [node for node in range(first, self.decided) if survival[node] >= budget.min_survival])
+        if budget.width == 1 and budget.shape is None:  # a chain: all rules agree
+            last = self.num_extended - 1
+            goes_on = first <= last < budget.nodes and survival[last] >= budget.min_survival
+            return {last: FIRST_CHILD} if goes_on else {}
+        rule = fixed_shape if budget.shape is not None else best_first if self.coupled else equal_shares
+        return rule(self, [node for node in range(first, self.num_extended) if survival[node] >= budget.min_survival])
 
     def finished(self) -> HostTree:
-        """The tree of the nodes that stay, each with its parent, which is at least as likely."""
+        """The final tree: the `budget.nodes` most likely nodes in coupled mode, otherwise all nodes.
+
+        A parent is at least as likely as its children, so no node loses its parent.
+        """
         tree, num_nodes = self.tree, self.budget.nodes
         if not self.coupled or len(tree.tokens) - 1 <= num_nodes:
             return tree
@@ -74,27 +80,27 @@ class GrowingTree:
         return tree.some([0, *sorted(likely[:num_nodes])])
 
 
-def best_first(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
-    """All nodes that could have children among the most likely `budget.nodes` paths.
+def best_first(growing: GrowingTree, newest: Sequence[int]) -> Mapping[int, Ranks]:
+    """The nodes that may have children among the `budget.nodes` most likely nodes.
 
     Survival never grows along a path. So a node that is not among the most likely sampled so far never will be, nor
-    will its children; and the children of the last among them come after it. The rest is read in one pass, and after
-    `depth` passes nothing is left: the most likely nodes sampled are then the most likely of all. After EAGLE-2 (Li et
-    al., 2024), whose levels have a fixed width, so that its trees are not always the best.
+    will its descendants; and children of the last of them are no better than it. All other new nodes get children in
+    one pass, so after `depth` levels the most likely nodes sampled are the most likely of all. After EAGLE-2 (Li et
+    al., 2024), where the width of a level is fixed, so that its trees are not always the best.
     """
     budget, survival = growing.budget, growing.tree.survival
     if len(survival) > budget.nodes:
         growing.least = sorted(survival[1:], reverse=True)[budget.nodes - 1]
     ranks = range(min(budget.width, budget.nodes))
-    return {node: ranks for node in fresh if survival[node] > growing.least}
+    return {node: ranks for node in newest if survival[node] > growing.least}
 
 
-def settled(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
-    """An equal share of the remaining nodes for each level to come, `width` of them for its likeliest node."""
+def equal_shares(growing: GrowingTree, newest: Sequence[int]) -> Mapping[int, Ranks]:
+    """An equal share of the remaining nodes for each further level; likelier parents get `width` children first."""
     budget, survival = growing.budget, growing.tree.survival
-    likely = sorted(fresh, key=lambda node: -survival[node])
+    likely = sorted(newest, key=lambda node: -survival[node])
     left = budget.nodes - (len(survival) - 1)
-    share = -(-left // (budget.depth - growing.level))  # rounded up: what does not divide goes to the upper levels
+    share = -(-left // (budget.depth - growing.level))  # rounded up, so that upper levels get the remainder
     shares = {}
     for node in likely[: budget.width]:
         shares[node] = range(min(budget.width, share))
@@ -102,8 +108,9 @@ def settled(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
     return {node: ranks for node, ranks in shares.items() if ranks}
 
 
-def shaped(growing: GrowingTree, fresh: Sequence[int]) -> Mapping[int, Ranks]:
-    assert growing.budget.shape is not None, "no shape to follow"
+def fixed_shape(growing: GrowingTree, newest: Sequence[int]) -> Mapping[int, Ranks]:
+    """The children that the budget's shape has at the places of these nodes."""
+    assert growing.budget.shape is not None, "the budget has no shape"
     below = growing.budget.shape.below
-    ranks_below = {node: below[tuple(growing.along(growing.ranks, node))] for node in fresh}
+    ranks_below = {node: below[tuple(growing.along(growing.ranks, node))] for node in newest}
     return {node: ranks for node, ranks in ranks_below.items() if ranks}

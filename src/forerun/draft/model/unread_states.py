@@ -1,12 +1,12 @@
 """UnreadStates: the target's hidden states of text that a drafter has not read yet.
 
-States come only once, so they are kept until the drafter reads their text, when it is asked for a draft: an idle
-drafter runs no pass. Each token takes the number of taps times the target's hidden size: 2.3 kB for one tap of 576
+The engine reports states only once. They are stored until the drafter reads their text, in its next draft, so that an
+idle drafter runs no pass. Each token takes the number of taps times the target's hidden size: 2.3 kB for one tap of 576
 numbers in float32, and 24 kB for three of 4,096 in bfloat16, which is a twentieth to a fifth of the target's keys and
 values.
 
-Texts with a common prefix share states, as they share keys and values. So the states of a finished text stay until they
-are the oldest and memory is short.
+Texts with a common prefix share states, as they share keys and values. So the states of finished texts are kept; the
+oldest are dropped first when the memory limit is reached.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from forerun.annotations import Float
 from forerun.cache.beginnings import num_shared
 from forerun.models.runner import Read
 
-UNREAD_BYTES = 64 << 20  # of all states that one drafter has not read; beyond, texts are read, those that ended dropped
+UNREAD_BYTES = 64 << 20  # limit of all unread states of a drafter
 
 
 @dataclass(slots=True)
-class ShownText:
-    """A text of this salt, and the states of its tokens from index `first` on, in pieces.
+class TextStates:
+    """A text with its salt, and the states of its tokens from index `first` on, in pieces.
 
-    `in_round`: the last piece is a view of the states of a whole round, which it keeps alive.
+    `in_round`: whether the last piece is a view of the states of an entire round, which it keeps in memory.
     """
 
     salt: Hashable
@@ -39,23 +39,25 @@ class ShownText:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens up to the last one with a state."""
+        """The number of tokens from `first` on."""
         return len(self.tokens) - self.first
 
     def covers(self, tokens: Sequence[int], salt: Hashable, num_known: int) -> int:
-        """How many of the tokens are covered by these states, if the first `num_known` are known anyway."""
-        behind = slice(num_known, num_known + 1)
-        if salt is None or self.salt != salt or self.first > num_known or self.tokens[behind] != tokens[behind]:
+        """How many of `tokens` these states cover from the start, if the first `num_known` need no states."""
+        next_token = slice(num_known, num_known + 1)
+        if salt is None or self.salt != salt or self.first > num_known:
+            return num_known
+        if self.tokens[next_token] != tokens[next_token]:
             return num_known
         return max(num_known, num_shared(self.tokens, tokens, len(tokens)))
 
     def leave_round(self) -> None:
-        """Copy its own states, so that those of the whole round can be freed."""
+        """Copy the last piece if it is a view, so that the states of the entire round can be freed."""
         if self.in_round:
             self.pieces[-1], self.in_round = self.pieces[-1].clone(), False
 
     def part(self, start: int, end: int) -> Iterator[Float[Tensor, "tokens taps hidden"]]:
-        """The states of its tokens from `start` on and before `end`, in pieces."""
+        """The states of the tokens from index `start` on and before `end`, in pieces."""
         first = self.first
         for piece in self.pieces:
             if first >= end:
@@ -66,11 +68,11 @@ class ShownText:
 
 
 class UnreadStates:
-    """The unread states by sequence, and those of finished texts, the oldest first."""
+    """The unread states of each sequence (`waiting`), and those of finished texts, the oldest first (`ended`)."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, ShownText] = {}
-        self.ended: deque[ShownText] = deque()
+        self.waiting: dict[int, TextStates] = {}
+        self.ended: deque[TextStates] = deque()
         self.num_bytes = 0
 
     def __bool__(self) -> bool:
@@ -80,24 +82,24 @@ class UnreadStates:
     def add(
         self,
         seq_id: int,
-        text: ShownText,
+        text: TextStates,
         pieces: Sequence[Float[Tensor, "_ taps hidden"]],
         in_round: bool = False,
     ) -> None:
-        """Append pieces to a sequence's unread states; the first ones start where `text`, which may grow, says."""
-        shown = self.waiting.setdefault(seq_id, text)
-        shown.leave_round()
-        shown.pieces.extend(pieces)
-        shown.in_round = in_round
+        """Append pieces to a sequence's unread states; a sequence without any starts with `text`, which may grow."""
+        states = self.waiting.setdefault(seq_id, text)
+        states.leave_round()
+        states.pieces.extend(pieces)
+        states.in_round = in_round
         self.num_bytes += sum(piece.nbytes for piece in pieces)
 
-    def known(self, tokens: Sequence[int], salt: Hashable, num_known: int) -> int:
-        """How many of the tokens are covered by states of any text, if the first `num_known` are known anyway."""
+    def covered(self, tokens: Sequence[int], salt: Hashable, num_known: int) -> int:
+        """The longest prefix of `tokens` that one text `covers`."""
         texts = (*self.ended, *self.waiting.values())
         return max((text.covers(tokens, salt, num_known) for text in texts), default=num_known)
 
-    def share(self, seq_id: int, text: ShownText) -> bool:
-        """Give a sequence's text, from its `first` on, the states of another one; False if none has all of them."""
+    def share(self, seq_id: int, text: TextStates) -> bool:
+        """Give a sequence the states of another text with the same prefix; False if no text has all of them."""
         end = len(text.tokens)
         for other in (*self.ended, *self.waiting.values()):
             if other.covers(text.tokens, text.salt, text.first) == end:
@@ -106,17 +108,17 @@ class UnreadStates:
                 return True
         return False
 
-    def fullest(self) -> int:
-        """The sequence with the most unread text."""
+    def longest(self) -> int:
+        """The sequence with the most unread tokens."""
         return max(self.waiting, key=lambda seq_id: self.waiting[seq_id].num_tokens)
 
     def of(self, reads: Sequence[Read]) -> list[Float[Tensor, "_ taps hidden"]]:
-        """The states of these tokens, in pieces; the tokens are prefixes of the unread texts."""
+        """The states of these tokens, in pieces. The tokens of each read are the first unread ones of its sequence."""
         texts = [(self.waiting[read.seq_id], len(read.tokens)) for read in reads]
         return [piece for text, count in texts for piece in text.part(text.first, text.first + count)]
 
     def drop(self, seq_id: int, count: int | None = None) -> None:
-        """Forget the first `count` states of a sequence, or all; one without any is ignored."""
+        """Drop the first `count` states of a sequence, or all; a sequence without states is ignored."""
         if (text := self.waiting.get(seq_id)) is None:
             return
         end = len(text.tokens) if count is None else text.first + count
@@ -131,12 +133,12 @@ class UnreadStates:
             del self.waiting[seq_id]
 
     def end(self, seq_id: int) -> None:
-        """Keep the states of a finished sequence for texts with the same prefix."""
+        """Keep the states of a finished sequence for other texts with the same prefix."""
         self.waiting[seq_id].leave_round()
         self.ended.append(self.waiting.pop(seq_id))
 
     def fits(self) -> bool:
-        """Drop finished texts until the rest fits the limit; False if it still does not."""
+        """Drop the states of finished texts until the rest fits the limit; False if unread texts alone exceed it."""
         while self.num_bytes > UNREAD_BYTES and self.ended:
             self.num_bytes -= sum(piece.nbytes for piece in self.ended.popleft().pieces)
         return self.num_bytes <= UNREAD_BYTES

@@ -1,1 +1,1 @@
-"""Drafters that copy: from the text itself, or from past answers."""
+"""Drafters that copy earlier tokens: from the text itself, or from past answers."""

@@ -1,11 +1,11 @@
-"""Suffix decoding: guess what followed the last few tokens, in this text and in past answers, as often as it did.
+"""Suffix decoding: drafts the tokens that most often followed the text's last tokens, in the text and in past answers.
 
-This module decides how likely a continuation is. A context is the text's last 1, 2, ... tokens; of the contexts that
-occurred before, the longest and the one half as long count, in the text and in its tenant's past. Short contexts come
-first, and what they say is corrected by what longer ones say, as in the blended models of compression by partial
-matching (Cleary and Witten, 1984): the more, the longer a context is and the more often it occurred. Guesses are the
-likeliest paths. So the drafts follow from counts alone: there is no law to declare. The trees of contexts are those of
-SuffixDecoding (Oliaro et al., 2411.04975).
+This module estimates the probability of a continuation from counts. A context is the text's last 1, 2, ... tokens. Of
+the contexts that occurred before, the longest and the one half as long are used, both from the text and from its
+tenant's past answers. The estimate starts with the shortest context, and each longer one corrects it, the more so the
+longer it is and the more often it occurred, as in the blended models of compression by partial matching (Cleary and
+Witten, 1984). A draft has the likeliest paths, so it is deterministic and has no distribution to declare. The trees of
+contexts are those of SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations
@@ -24,170 +24,174 @@ from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram_table import ORDER, NgramTable
-from forerun.draft.text.suffix_past import MAX_BYTES, Past, PastFile, Reader
+from forerun.draft.text.suffix_past import MAX_BYTES, PastAnswers, PastCursor, PastFile
 from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree, survival_of
 
 PAST = "past answers"
-LEAST = 0.1  # chance to survive below which a path is not offered
-WEIGHTS = (6.0, 3.0, 1.5, 0.8, 0.4, 0.2)  # occurrences of a context of 1, 2, ... tokens that shorter ones weigh as
-MOST_OFFERS = 4096  # of a table that are kept, of half a kilobyte each: most contexts are asked for often
-Places = Sequence[Node | Leaf]
-TableOffers = Callable[[tuple[int, ...]], Mapping[int, float]]
-# What is stored for a path's last 1, 2, ... tokens, as far as they occurred: in the past and in its text; and as many
-# of these tokens as a table may ask for.
+LEAST_SURVIVAL = 0.1  # paths with less are not drafted
+WEIGHTS = (6.0, 3.0, 1.5, 0.8, 0.4, 0.2)  # number of occurrences that the estimate of shorter contexts counts as,
+# against the counts of a context of 1, 2, ... tokens
+CACHED_CONTEXTS = 4096  # of a table, half a kilobyte each: most contexts are looked up often
+Places = Sequence[Node | Leaf]  # of the last 1, 2, ... tokens of a path, up to the longest suffix that occurs in a tree
+TableLookup = Callable[[tuple[int, ...]], Mapping[int, float]]
+# The places of a path's end in the tree of past answers and in that of its text, and its last ORDER tokens.
 Contexts = tuple[Places, Places, tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class SuffixSequence:
-    """One sequence: the contexts of its text, its root the last token of it, and its place in its tenant's past.
+    """One sequence: the tree of its text, whose last token is the root, and its place in its tenant's past answers.
 
-    `tenant` is None, and the past is not used, until the tenant is known. `likeliest` is the chain that was estimated,
-    down to the survival `least`, until the text grows.
+    While `tenant` is None, past answers are not used. `estimated` is the chain of the last estimate, down to the
+    survival `least`, until the text grows.
     """
 
     tree: SuffixTree
-    reader: Reader = field(default_factory=Reader)
+    cursor: PastCursor = field(default_factory=PastCursor)
     tenant: str | None = None
     num_prompt: int = 0
-    likeliest: HostTree | None = None
-    least: float = LEAST
+    estimated: HostTree | None = None
+    least: float = LEAST_SURVIVAL
 
 
 class SuffixDrafter:
-    """Copies what followed before. The answers of dropped sequences stay in `past`."""
+    """Drafts what followed the same context before. The answers of forgotten sequences stay in `past`."""
 
     taps: tuple[int, ...] = ()
     names: tuple[str, ...] = ("suffix",)
 
-    def __init__(self, past: Past | None = None, table: NgramTable | None = None) -> None:
-        self.past = Past() if past is None else past
-        self.offers: TableOffers = (lambda last: {}) if table is None else lru_cache(MOST_OFFERS)(table.offers)
+    def __init__(self, past: PastAnswers | None = None, table: NgramTable | None = None) -> None:
+        self.past = PastAnswers() if past is None else past
+        self.lookup: TableLookup = lambda last: {}
+        if table is not None:
+            self.lookup = lru_cache(CACHED_CONTEXTS)(table.continuations)
         self.sequences: dict[int, SuffixSequence] = {}
 
-    def observe(self, news: Committed) -> None:
-        """Enter what became final, the root included: in O(1) per token and context that goes on."""
-        for i, (seq_id, tokens, root) in enumerate(news.rows()):
-            growing = self.sequences.get(seq_id)
-            if growing is None:
+    def observe(self, committed: Committed) -> None:
+        """Append the final tokens, with the root, to each text, in O(1) per token and repeated context."""
+        for i, (seq_id, tokens, root) in enumerate(committed.rows()):
+            sequence = self.sequences.get(seq_id)
+            if sequence is None:
                 self.past.reopen(seq_id)
-                growing = self.sequences[seq_id] = SuffixSequence(SuffixTree(self.past.depth))
-            if news.tenants:
-                growing.tenant, growing.num_prompt = news.tenants[i], news.num_prompts[i]
-            growing.likeliest = None
-            for token in late(growing, tokens, root):
-                growing.tree.append(token)
+                sequence = self.sequences[seq_id] = SuffixSequence(SuffixTree(self.past.depth))
+            if committed.tenants:
+                sequence.tenant, sequence.num_prompt = committed.tenants[i], committed.num_prompts[i]
+            sequence.estimated = None
+            for token in new_tokens(sequence, tokens, root):
+                sequence.tree.append(token)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """The likeliest chain or tree of each sequence, within its budget; with a minimum, how likely guesses are."""
+        """The likeliest chain or tree of each sequence within its budget; with a minimum, also its survival."""
         tails = {} if tail is None else {seq_id: (tokens, root) for seq_id, tokens, root in tail.rows()}
         trees = []
         for row, budget in zip(draws.rows, budgets, strict=True):
-            growing, tree = self.sequences.get(row.seq_id), None
-            if growing is not None and budget.depth:
-                new = late(growing, *tails[row.seq_id]) if row.seq_id in tails else ()
-                tree = self.guess(growing, budget, new)
+            sequence, tree = self.sequences.get(row.seq_id), None
+            if sequence is not None and budget.depth:
+                after_text = new_tokens(sequence, *tails[row.seq_id]) if row.seq_id in tails else ()
+                tree = self.draft(sequence, budget, after_text)
             trees.append(HostTree.of_root(row.tokens[-1]) if tree is None else tree)
         if all(len(tree.tokens) == 1 for tree in trees):
             return Draft(DraftTree.bare(draws.roots_tokens))
         width = max((budget.width for budget in budgets), default=1)
-        priced = any(budget.min_survival for budget in budgets)
-        return Draft(DraftTree.of_hosts(trees, width), survival_of(trees) if priced else None)
+        with_survival = any(budget.min_survival for budget in budgets)
+        return Draft(DraftTree.of_hosts(trees, width), survival_of(trees) if with_survival else None)
 
-    def guess(self, growing: SuffixSequence, budget: Budget, tail: Sequence[int] = ()) -> HostTree:
-        known = None if tail or budget.width > 1 else growing.likeliest
-        if known is not None and (
-            max(LEAST, budget.min_survival) >= growing.least or min(budget.depth, budget.nodes) < len(known.tokens)
-        ):
-            return shortened(known, budget)
-        tree, past = growing.tree, self.remembered(growing, tail)
+    def draft(self, sequence: SuffixSequence, budget: Budget, after_text: Sequence[int] = ()) -> HostTree:
+        """The likeliest tree within a budget, from the text followed by `after_text`."""
+        chain = None if after_text or budget.width > 1 else sequence.estimated
+        if chain is not None:
+            ends_before = min(budget.depth, budget.nodes) < len(chain.tokens)
+            if ends_before or max(LEAST_SURVIVAL, budget.min_survival) >= sequence.least:
+                return shortened(chain, budget)
+        tree, places = sequence.tree, self.places_in_past(sequence, after_text)
         steps: list[Insertion] = []
-        for token in tail:
+        for token in after_text:
             tree.append(token, steps)
-        contexts = (past, tree.matches, tuple(tree.text[-ORDER:]))
-        grown = likeliest(tree.text[-1], Sources(tree, self.past_of(growing), self.offers), contexts, budget)
+        contexts = (places, tree.matches, tuple(tree.text[-ORDER:]))
+        grown = likeliest(tree.text[-1], Sources(tree, self.past_of(sequence), self.lookup), contexts, budget)
         tree.undo(steps)
         return grown
 
-    def past_of(self, growing: SuffixSequence) -> SuffixTree | None:
-        """The past of its tenant, if there is any."""
-        return None if growing.tenant is None else self.past.trees.get(growing.tenant)
+    def past_of(self, sequence: SuffixSequence) -> SuffixTree | None:
+        """The tree of the past answers of the sequence's tenant; None if there are none."""
+        return None if sequence.tenant is None else self.past.trees.get(sequence.tenant)
 
-    def remembered(self, growing: SuffixSequence, tail: Sequence[int]) -> Places:
-        """What its tenant's past holds for a text's last 1, 2, ... tokens, as long as they occurred there."""
-        tree = self.past_of(growing)
-        places = growing.reader.read(tree, growing.tree.text)
-        for token in tail:
+    def places_in_past(self, sequence: SuffixSequence, after_text: Sequence[int]) -> Places:
+        """The places of the end of text and `after_text` in the tree of the tenant's past answers."""
+        tree = self.past_of(sequence)
+        places = sequence.cursor.read(tree, sequence.tree.text)
+        for token in after_text:
             places = places if tree is None else tree.follow(places, token)
         return places
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Never unread; any depth."""
+        """Any depth for a known sequence; nothing is ever unread."""
         limit = [sys.maxsize if seq_id in self.sequences else 0 for seq_id in seq_ids]
         return Outlook([0] * len(seq_ids), limit, lambda i, least: self.estimate(seq_ids[i], least), ends_early=True)
 
     def estimate(self, seq_id: int, least: float = 0.0) -> Sequence[float]:
-        """The survival of each token of the likeliest chain, as far as it is at least `least`; kept for `propose`."""
-        growing = self.sequences.get(seq_id)
-        if growing is None:
+        """The survival of each token of the likeliest chain, down to `least`; the chain is saved for `propose`."""
+        sequence = self.sequences.get(seq_id)
+        if sequence is None:
             return ()
-        growing.likeliest, growing.least = None, min(1.0, max(LEAST, least))
-        growing.likeliest = self.guess(growing, Budget(AUTO_DEPTH, min_survival=growing.least))
-        return growing.likeliest.survival[1:]
+        sequence.estimated, sequence.least = None, min(1.0, max(LEAST_SURVIVAL, least))
+        sequence.estimated = self.draft(sequence, Budget(AUTO_DEPTH, min_survival=sequence.least))
+        return sequence.estimated.survival[1:]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop these sequences; their answers become past answers of their tenant. Unknown ones are ignored."""
+        """Drop these sequences; their answers become past answers of their tenants. Unknown ids are ignored."""
         for seq_id in seq_ids:
-            growing = self.sequences.pop(seq_id, None)
-            if growing is not None and growing.tenant is not None:
-                self.past.add(seq_id, growing.tenant, growing.tree.text[growing.num_prompt :])
+            sequence = self.sequences.pop(seq_id, None)
+            if sequence is not None and sequence.tenant is not None:
+                self.past.add(seq_id, sequence.tenant, sequence.tree.text[sequence.num_prompt :])
 
 
-def late(growing: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[int]:
-    """The new tokens that are not in a sequence's text yet: the first is its last root, unless the sequence is new."""
-    if not growing.tree.text:
+def new_tokens(sequence: SuffixSequence, tokens: Sequence[int], root: int) -> Sequence[int]:
+    """The committed tokens that are not in the sequence's text yet; its last token, the old root, is `tokens[0]`."""
+    if not sequence.tree.text:
         return [*tokens, root]
     return [*tokens[1:], root] if tokens else ()
 
 
 class Sources(NamedTuple):
-    """What continuations are looked up in: a text, its tenant's past, and what a table offers."""
+    """Where continuations are looked up: the text, its tenant's past answers, and a table of n-grams."""
 
     text: SuffixTree
     past: SuffixTree | None
-    offers: TableOffers
+    lookup: TableLookup
 
-    def behind(self, contexts: Contexts, token: int) -> Contexts:
-        """Those of the path with one more token."""
+    def extended(self, contexts: Contexts, token: int) -> Contexts:
+        """The contexts of the path with one more token."""
         past, text, last = contexts
         past = () if self.past is None else self.past.follow(past, token)
         return past, self.text.follow(text, token), (*last[1 - ORDER :], token)
 
-    def counted(self, contexts: Contexts) -> list[tuple[int, int, Node | Leaf]]:
-        """The contexts that count: their length, and what is stored; the text's after the past's of the same length."""
-        counted: list[tuple[int, int, Node | Leaf]] = []
-        most = self.text.depth - 1  # behind longer ones nothing is stored
+    def used(self, contexts: Contexts) -> list[tuple[int, int, Node | Leaf]]:
+        """The contexts whose counts are used, by ascending length: length, source (0 past, 1 text), and place."""
+        used: list[tuple[int, int, Node | Leaf]] = []
+        most = self.text.depth - 1  # the tree has no continuations of longer contexts
         for source, places in enumerate(contexts[:2]):
             if places:
                 longest = len(places) if len(places) < most else most
                 if longest > 1:
-                    counted.append((longest // 2, source, places[longest // 2 - 1]))
-                counted.append((longest, source, places[longest - 1]))
-        if len(counted) > 2:
-            counted.sort()  # no length stands there twice of one source, so that places are not compared
-        return counted
+                    used.append((longest // 2, source, places[longest // 2 - 1]))
+                used.append((longest, source, places[longest - 1]))
+        if len(used) > 2:
+            used.sort()  # (length, source) are distinct, so places are never compared
+        return used
 
     def chances(self, contexts: Contexts, width: int) -> list[tuple[float, int]]:
-        """Minus the chance of each of the `width` likeliest continuations, and its token, the likeliest first."""
-        table, counted = self.offers(contexts[2]), self.counted(contexts)
-        if not counted:
+        """The `width` likeliest continuations, likeliest first, each as (minus its chance, token)."""
+        table, used = self.lookup(contexts[2]), self.used(contexts)
+        if not used:
             return [(-chance, token) for token, chance in table.items()][:width]
+        # A chain needs the likeliest token only: one with a count, or the table's likeliest, which beats all others.
         chances = dict(table) if width > 1 else {}
         corrections = []
-        for length, _, place in counted:
+        for length, _, place in used:
             weight = WEIGHTS[length - 1] if length < len(WEIGHTS) else WEIGHTS[-1]
             count, tokens, several = place.followed()
             corrections.append((weight, count, tokens, several, weight + count))
@@ -198,7 +202,7 @@ class Sources(NamedTuple):
                     chances[token] = table[token]
         top = 0.0
         for token, chance in table.items():
-            if chance < top:  # the likeliest is this one or has a count
+            if chance < top:
                 break
             chances[token] = top = chance
         ranked = []
@@ -217,11 +221,11 @@ class Sources(NamedTuple):
 
 
 def likeliest(root: int, sources: Sources, contexts: Contexts, budget: Budget) -> HostTree:
-    """The likeliest of all paths, as many as the budget allows; of a tree with fewer guesses, the first ones.
+    """The tree of the likeliest paths within a budget, found best first; a smaller budget gives its first nodes.
 
-    Best first: a path is at most as likely as the one it goes on from. Among equals the smaller tokens come first.
+    A path is at most as likely as its parent. Of equally likely paths those with the smaller tokens come first.
     """
-    tree, least = HostTree.of_root(root), max(LEAST, budget.min_survival)
+    tree, least = HostTree.of_root(root), max(LEAST_SURVIVAL, budget.min_survival)
     heap: list[tuple[float, int, int, int, Contexts]] = []
     node, chance, depth = 0, 1.0, 0
     for num_left in range(budget.nodes, 0, -1):
@@ -234,12 +238,12 @@ def likeliest(root: int, sources: Sources, contexts: Contexts, budget: Budget) -
         minus, parent, token, depth, contexts = heapq.heappop(heap)
         node, chance = tree.add(token, parent, -minus), -minus
         if num_left > 1:
-            contexts = sources.behind(contexts, token)
+            contexts = sources.extended(contexts, token)
     return tree
 
 
 def shortened(chain: HostTree, budget: Budget) -> HostTree:
-    """A chain's guesses within a budget."""
+    """The first tokens of a chain, within a budget."""
     num_nodes = 1 + min(budget.depth, budget.nodes, len(chain.tokens) - 1)
     while chain.survival[num_nodes - 1] < budget.min_survival:
         num_nodes -= 1
@@ -247,21 +251,21 @@ def shortened(chain: HostTree, budget: Budget) -> HostTree:
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
-    """`suffix[:FILE]`: contexts of this text and of past answers, which FILE stores; created with the first answer.
+    """`suffix[:FILE|DIR]`: contexts of the text and of past answers. FILE stores past answers; the first creates it.
 
-    `suffix:DIR`: past answers are not stored, and beside them counts what the folder's n-grams say.
+    With a folder DIR past answers are not stored, and its table of n-grams is used too.
     """
     file, table = files_of(spec, context.tokenizer.fingerprint)
     name = context.unused(PAST)
 
     def build(granted: CacheTokens, _progress: ProgressCallback | None, _target: Runner) -> SuffixDrafter:
-        return SuffixDrafter(Past(max_bytes=granted.get(name, MAX_BYTES), file=file), table)
+        return SuffixDrafter(PastAnswers(max_bytes=granted.get(name, MAX_BYTES), file=file), table)
 
     return DraftPlan({}, build, remembered_bytes={name: MAX_BYTES})
 
 
 def files_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> tuple[PastFile | None, NgramTable | None]:
-    """The file of past answers, or the table, that `suffix[:FILE|DIR]` names; `vocabulary` is what they must be of."""
+    """The file of past answers or the table that `suffix[:FILE|DIR]` names, checked against the `vocabulary`."""
     refuse_members(spec)
     if spec.argument is None:
         return None, None

@@ -1,10 +1,10 @@
-"""Past: the answers of finished sequences, separate for each tenant, for suffix decoding; and the file that keeps them.
+"""PastAnswers: the answers of finished sequences, by tenant, for suffix decoding; and the file that stores them.
 
-This module decides how much is kept and what is forgotten first: the oldest answer of all tenants. Where there is a
-file, every answer is written to it as soon as it is held here: one line of JSON each, after a line that says which
-tokenizer they belong to. Answers survive the end of a process without harm to other files. An answer is one write at
-the end of the file; a hidden lock file beside it keeps several processes apart. A file that is not understood to its
-last line is refused and not changed. A later line replaces an earlier one of the same name.
+This module limits the memory for past answers, and drops the oldest answer of all tenants first. With a file, each
+answer is appended to it at once, so that answers survive the end of the process. The file has a header line, which
+names the tokenizer, and one line of JSON per answer; a later line replaces an earlier one of the same name. An answer
+is a single write at the end, and a hidden lock file in the same folder serializes the processes that share the file. A
+file that has an invalid line is refused and not changed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from forerun.draft.text.suffix_tree import Leaf, Node, SuffixTree
 from forerun.errors import PastFileError, VocabularyMismatch
 from forerun.store import parsed, replace_file
 
-DEPTH = 12  # longest context, what followed it included
+DEPTH = 12  # tokens of the longest context and the token after it
 MAX_BYTES = 256 << 20
-SLACK = 64  # lines of a file that may be dead before it is written anew
-FORM = 1
-HEAD = "forerun past answers, form"
+SLACK = 64  # a file is rewritten if it has so many lines more than twice its valid answers
+FORMAT = 1  # version of the file's format
+HEADER = "forerun past answers, form"
 LARGEST_ID = 2**31
-POLL_S = 0.01  # how often a process that waits for another one looks
+POLL_S = 0.01  # how often a process that waits for the lock tries again
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,19 @@ class PastAnswer:
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> PastAnswer | None:
-        """The answer of a line; None where the line is not valid."""
+        """The answer of a parsed line; None if the line is not valid."""
         name, tenant, tokens = (entry.get(key) for key in ("name", "tenant", "tokens"))
         if not isinstance(name, str) or not isinstance(tenant, str) or not isinstance(tokens, list):
             return None
-        sound = all(type(token) is int and 0 <= token < LARGEST_ID for token in tokens)
-        return cls(name, tenant, tokens) if sound else None
+        valid = all(type(token) is int and 0 <= token < LARGEST_ID for token in tokens)
+        return cls(name, tenant, tokens) if valid else None
 
 
 class PastFile:
     """A file of past answers, in the ids of the tokenizer with the fingerprint `vocabulary`.
 
-    One that does not exist is created with the first answer, readable by its user only. Raises PastFileError for a file
-    that is damaged, is something else, or cannot be read and written here, VocabularyMismatch for one in the ids of
+    A file that does not exist is created with the first answer, readable by its user only. Raises PastFileError for a
+    file that is damaged, has another format, or cannot be read and written, VocabularyMismatch for one in the ids of
     another tokenizer.
     """
 
@@ -71,114 +71,115 @@ class PastFile:
         self.path = Path(path).expanduser().resolve()
         self.vocabulary = vocabulary
         self.broken = False
-        self.restore(lambda found: None)
+        self.restore(lambda answers: None)
 
     def restore(self, take: Callable[[list[PastAnswer]], list[PastAnswer] | None]) -> None:
-        """Hand over all that is kept, the oldest first. What `take` returns, unless None, replaces it."""
-        with self.reachable():
-            self.check_place()
+        """Pass all stored answers to `take`, the oldest first. If it returns a list, the list replaces them."""
+        with self.refusing_os_errors():
+            self.check_path()
             if not self.path.exists():
                 return
-        with self.reachable(), self.alone() as file:
+        with self.refusing_os_errors(), self.locked() as file:
             shortened = take(self.read(file))
             if shortened is not None:
-                with contextlib.suppress(OSError):  # a long file is as good as a short one
+                with contextlib.suppress(OSError):  # the longer file is valid too
                     self.replace(shortened)
 
-    def append(self, kept: PastAnswer) -> None:
-        """Write an answer down: it survives the process from here on. Where it fails, it warns and gives up."""
+    def append(self, answer: PastAnswer) -> None:
+        """Write an answer to the file. After an error a warning is issued, and nothing more is written."""
         if self.broken:
             return
         try:
-            with self.alone() as file:
-                write_all(file, kept.line())
+            with self.locked() as file:
+                write_all(file, answer.line())
         except OSError as error:
-            self.broken = True  # drafting goes on, and no request fails for it
-            warnings.warn(f"{self.path}: past answers are no longer kept there ({error})", RuntimeWarning, stacklevel=2)
+            self.broken = True  # no request fails because of it
+            message = f"{self.path}: past answers are no longer stored there ({error})"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     @contextmanager
-    def reachable(self) -> Iterator[None]:
-        """Errors of the system about the file become PastFileError, which says what to do."""
+    def refusing_os_errors(self) -> Iterator[None]:
+        """Raise PastFileError, with the fix, in place of OSError."""
         try:
             yield
         except OSError as error:
             fix = "name a file in a folder that exists, where you may read and write"
             raise PastFileError(f"{self.path} cannot be used for past answers ({error.strerror}): {fix}") from error
 
-    def check_place(self) -> None:
-        """Raise OSError where no file can be, or none can be made."""
+    def check_path(self) -> None:
+        """Raise OSError if the file, or the lock in its folder, cannot be created."""
         folder = self.path.parent
         if not folder.is_dir():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))  # some versions of filelock would make it
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))  # some versions of filelock create it
         if self.path.exists() and not self.path.is_file():
             raise OSError(errno.EINVAL, "it is not a regular file")
-        if not os.access(folder, os.W_OK | os.X_OK):  # the lock is beside the file
+        if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     @contextmanager
-    def alone(self) -> Iterator[FileIO]:
+    def locked(self) -> Iterator[FileIO]:
         """The file, open at its end, while no other process reads or writes it."""
-        self.check_place()
+        self.check_path()
         lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600)
-        with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=for_its_user) as file:
+        with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=open_private) as file:
             if not os.fstat(file.fileno()).st_size:
-                write_all(file, self.head())
+                write_all(file, self.header())
             yield file
 
     def read(self, file: FileIO) -> list[PastAnswer]:
-        """All answers. What a write that was cut short left behind the last one is taken away."""
+        """All answers. An incomplete last line, from a write that was interrupted, is removed from the file."""
         file.seek(0)
         *lines, end = file.readall().split(b"\n")
-        self.check_head(lines[0] if lines else b"")
+        self.check_header(lines[0] if lines else b"")
         answers = []
         for number, line in enumerate(lines[1:], start=2):
-            kept = PastAnswer.of(entry_of(line))
-            if kept is None:
+            answer = PastAnswer.of(entry_of(line))
+            if answer is None:
                 fix = "delete that line, or name another file"
                 raise PastFileError(f"line {number} of {self.path} is damaged: {fix}")
-            answers.append(kept)
-        if (kept := PastAnswer.of(entry_of(end))) is not None:  # somebody's editor took the end of the line
+            answers.append(answer)
+        if (answer := PastAnswer.of(entry_of(end))) is not None:  # an editor removed the last line break
             write_all(file, b"\n")
-            return [*answers, kept]
+            return [*answers, answer]
         file.truncate(file.tell() - len(end))
         return answers
 
-    def head(self) -> bytes:
-        return as_line({HEAD: FORM, "vocabulary": self.vocabulary})
+    def header(self) -> bytes:
+        return as_line({HEADER: FORMAT, "vocabulary": self.vocabulary})
 
-    def check_head(self, line: bytes) -> None:
-        """Refuse other files, and other tokenizers' answers."""
-        head, fix = entry_of(line), "name another file, or one that does not exist yet"
-        if HEAD not in head:
+    def check_header(self, line: bytes) -> None:
+        """Raise PastFileError or VocabularyMismatch unless the line is the header of a file for this tokenizer."""
+        header, fix = entry_of(line), "name another file, or one that does not exist yet"
+        if HEADER not in header:
             raise PastFileError(f"{self.path} is no file of past answers: {fix}")
-        if head[HEAD] != FORM:
-            raise PastFileError(f"{self.path} is of form {head[HEAD]!r}, and form {FORM} is understood: {fix}")
-        if head.get("vocabulary") != self.vocabulary:
-            raise VocabularyMismatch(f"{self.path} holds answers in another tokenizer's ids: {fix}")
+        if header[HEADER] != FORMAT:
+            raise PastFileError(f"{self.path} has format {header[HEADER]!r}, this version reads {FORMAT}: {fix}")
+        if header.get("vocabulary") != self.vocabulary:
+            raise VocabularyMismatch(f"{self.path} has answers in another tokenizer's ids: {fix}")
 
-    def replace(self, wanted: Sequence[PastAnswer]) -> None:
-        """Replace this file by one with only these answers, completely or not at all."""
-        replace_file(self.path, [self.head(), *(kept.line() for kept in wanted)], like=self.path)
+    def replace(self, answers: Sequence[PastAnswer]) -> None:
+        """Replace the file atomically by one with only these answers."""
+        replace_file(self.path, [self.header(), *(answer.line() for answer in answers)], like=self.path)
 
 
 def as_line(entry: dict[str, Any]) -> bytes:
-    """An entry as it stands in the file."""
+    """The line of an entry, with its line break."""
     return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
 
 
 def entry_of(line: bytes) -> dict[str, Any]:
-    """A line's entry; an empty one where it has none."""
+    """The entry of a line; empty if the line is not a JSON object."""
     entry = parsed(line)
     return entry if isinstance(entry, dict) else {}
 
 
-def for_its_user(path: str, flags: int) -> int:
-    """Open, or make, a file that others may not read."""
+def open_private(path: str, flags: int) -> int:
+    """Open, or create, a file that only its user may read."""
     return os.open(path, flags, 0o600)
 
 
 def write_all(file: FileIO, line: bytes) -> None:
-    """Write a line at the end, whole or not at all."""
+    """Append a line completely; if that fails, restore the file's length and raise OSError."""
     before = os.fstat(file.fileno()).st_size
     try:
         if file.write(line) != len(line):
@@ -188,11 +189,11 @@ def write_all(file: FileIO, line: bytes) -> None:
         raise
 
 
-class Past:
-    """Contexts of past answers, by tenant: at most about `max_bytes` in all. Not thread-safe, as drafters are not.
+class PastAnswers:
+    """Past answers, the oldest first, and a suffix tree of them per tenant: at most about `max_bytes` in all.
 
-    `answers` are what is kept, the oldest first. With a file, what it holds is read now, as far as there is room; the
-    newest first. Raises what PastFile raises.
+    With a file, its newest answers that fit are loaded at once. Not thread-safe, like all drafters. Raises the errors
+    of PastFile.
     """
 
     def __init__(self, depth: int = DEPTH, max_bytes: int = MAX_BYTES, file: PastFile | None = None) -> None:
@@ -200,76 +201,76 @@ class Past:
         self.trees: dict[str, SuffixTree] = {}
         self.answers: OrderedDict[str, PastAnswer] = OrderedDict()
         self.num_bytes = 0
-        self.origin = secrets.token_hex(8)  # other processes number their sequences too
+        self.origin = secrets.token_hex(8)  # distinguishes equal sequence numbers of several processes
         if file is not None:
             file.restore(self.restore)
 
-    def restore(self, found: Sequence[PastAnswer]) -> list[PastAnswer] | None:
-        """Take over what a file holds; what it should hold instead, if much of it is dead."""
-        for kept in reversed(found):
+    def restore(self, stored: Sequence[PastAnswer]) -> list[PastAnswer] | None:
+        """Load the answers of a file; returns its new content if most of its lines are obsolete, else None."""
+        for answer in reversed(stored):
             if self.num_bytes > self.max_bytes:
                 break
-            if kept.name not in self.answers:  # or else it was said again later, and longer
-                self.enter(kept)
+            if answer.name not in self.answers:  # a later line of the same name replaces this one
+                self.enter(answer)
         self.answers = OrderedDict(reversed(self.answers.items()))
         self.shrink()
-        return list(self.answers.values()) if len(found) > 2 * len(self.answers) + SLACK else None
+        return list(self.answers.values()) if len(stored) > 2 * len(self.answers) + SLACK else None
 
-    def add(self, seq_id: int, tenant: str, answer: Sequence[int]) -> None:
-        """Keep a sequence's answer, if it said anything, in the place of an earlier one of it."""
+    def add(self, seq_id: int, tenant: str, tokens: Sequence[int]) -> None:
+        """Store the answer of a sequence, unless it is empty, in place of an earlier one of this sequence."""
         self.drop(self.name(seq_id))
-        if not answer:
+        if not tokens:
             return
-        kept = PastAnswer(self.name(seq_id), tenant, answer)
-        self.enter(kept)
+        answer = PastAnswer(self.name(seq_id), tenant, tokens)
+        self.enter(answer)
         self.shrink()
-        if self.file is not None and kept.name in self.answers:
-            self.file.append(kept)
+        if self.file is not None and answer.name in self.answers:
+            self.file.append(answer)
 
     def reopen(self, seq_id: int) -> None:
-        """A sequence was resumed: its answer so far is no past answer."""
+        """Drop the answer of a sequence that resumes after preemption."""
         self.drop(self.name(seq_id))
 
     def clear(self) -> None:
-        """Forget all answers. The file stays as it is."""
+        """Drop all answers from memory. The file does not change."""
         self.trees.clear()
         self.answers.clear()
         self.num_bytes = 0
 
     def name(self, seq_id: int) -> str:
-        """The name of a sequence's answer, here and in files."""
+        """The unique name of a sequence's answer."""
         return f"{self.origin}-{seq_id}"
 
-    def enter(self, kept: PastAnswer) -> None:
+    def enter(self, answer: PastAnswer) -> None:
         """Add an answer to its tenant's tree."""
-        tree = self.trees.setdefault(kept.tenant, SuffixTree(self.depth))
+        tree = self.trees.setdefault(answer.tenant, SuffixTree(self.depth))
         before = tree.num_bytes
-        self.answers[kept.name] = PastAnswer(kept.name, kept.tenant, tree.add(kept.tokens))
+        self.answers[answer.name] = PastAnswer(answer.name, answer.tenant, tree.add(answer.tokens))
         self.num_bytes += tree.num_bytes - before
 
     def shrink(self) -> None:
-        """Drop the oldest answers until there is room."""
+        """Drop the oldest answers until the rest fits `max_bytes`."""
         while self.num_bytes > self.max_bytes:
             self.drop(next(iter(self.answers)))
 
     def drop(self, name: str) -> None:
-        """Forget an answer; unknown ones are ignored."""
-        kept = self.answers.pop(name, None)
-        if kept is None:
+        """Drop an answer; unknown names are ignored."""
+        answer = self.answers.pop(name, None)
+        if answer is None:
             return
-        tree = self.trees[kept.tenant]
+        tree = self.trees[answer.tenant]
         before = tree.num_bytes
-        tree.remove(kept.tokens)
+        tree.remove(answer.tokens)
         self.num_bytes += tree.num_bytes - before
         if not tree.num_bytes:
-            del self.trees[kept.tenant]
+            del self.trees[answer.tenant]
 
 
 @dataclass(slots=True)
-class Reader:
-    """Where a growing text stands in its tenant's past, so that each token of it is looked up once.
+class PastCursor:
+    """The places of a growing text's end in its tenant's tree, updated so that each token is looked up once.
 
-    `places` is what is stored for its last 1, 2, ... tokens, when it had `length` of them and the tree was as it was.
+    `places` are those of the last 1, 2, ... tokens when the text had `length` tokens and the tree `num_changes`.
     """
 
     tree: SuffixTree | None = None
@@ -278,7 +279,7 @@ class Reader:
     places: list[Node | Leaf] = field(default_factory=list)
 
     def read(self, tree: SuffixTree | None, text: Sequence[int]) -> list[Node | Leaf]:
-        """Go on to the text's end; from a little before it where the past has changed, or much is unread."""
+        """Advance to the text's end and return the places; start from its last tokens if the tree has changed."""
         if tree is None:
             self.tree, self.places = None, []
             return self.places

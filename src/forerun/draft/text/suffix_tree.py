@@ -1,9 +1,9 @@
-"""SuffixTree: the counts of continuations of every context of a few tokens, in texts that grow and can be removed.
+"""SuffixTree: how often each token followed each context of a few tokens, in texts that grow and can be removed.
 
-A context that occurred once is a leaf, which points into its text; one that occurred again is a node with children. So
-the tree grows with repetition, and appending a token touches one node for each context that ends there and occurred
-before: at most `depth` of them, few in fresh text. Its counts are a function of its texts alone, in whatever order they
-came and whatever texts were removed. After the suffix trees of SuffixDecoding (Oliaro et al., 2411.04975).
+A context that occurred once is a leaf, which points into its text; a context that occurred more often is a node with
+children. So the tree's size grows with repetition. Appending a token touches one node for each earlier context that
+ends there: at most `depth` nodes, and few in text without repetition. The counts depend on the texts in the tree alone,
+not on their order nor on removed texts. After the suffix trees of SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations
@@ -12,53 +12,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-LEAST_SHARE = 0.1  # rarer continuations are counted, but not offered: there are never more than ten
+LEAST_SHARE = 0.1  # of a context's occurrences: rarer continuations are not drafted, so a context has at most ten
 NODE_BYTES, LEAF_BYTES, TOKEN_BYTES = 75, 120, 45  # measured on CPython 3.11, over random and repetitive texts
 
 
-# What followed a context: how often anything did, the tokens that did in at least LEAST_SHARE of all cases, and, if
-# there were several, what is stored for each.
+# The continuations of a context: the number of occurrences with a next token; the tokens that followed at least
+# LEAST_SHARE of them; and the children by token if different tokens followed, else None.
 Followed = tuple[int, Sequence[int], "dict[int, Node | Leaf] | None"]
 
 
 @dataclass(slots=True)
 class Leaf:
-    """A context that occurred once: `text[end]` is the token that followed, if any."""
+    """A context that occurred once, before index `end` of `text`."""
 
     text: list[int]
     end: int
     count: ClassVar[int] = 1
 
     def after(self, token: int) -> Leaf | None:
-        """The contexts with one more token; None where another one followed."""
+        """The context with `token` appended; None if another token followed."""
         return Leaf(self.text, self.end + 1) if self.text[self.end : self.end + 1] == [token] else None
 
     def followed(self) -> Followed:
-        """What followed, if anything did."""
+        """The continuations of this context: one, or none at the end of the text."""
         return (1, (self.text[self.end],), None) if self.end < len(self.text) else (0, (), None)
 
 
 @dataclass(slots=True)
 class Node:
-    """A context that occurred `count` times, and what is stored for its continuations.
+    """A context that occurred `count` times, and its children, which are the contexts with one more token.
 
-    Most went on in one way only, by `token`, and need no dictionary. `known` is what followed, until something changes.
+    Most nodes have a single child, `child`, which follows `token`; only several children need the dictionary `several`.
+    `known` caches the result of `followed` until a child changes.
     """
 
     count: int = 0
-    token: int = -1  # -1: there is no continuation, or several
+    token: int = -1  # -1: no child, or several
     child: Node | Leaf | None = None
     several: dict[int, Node | Leaf] | None = None
     known: Followed | None = field(default=None, compare=False)
 
     def after(self, token: int) -> Node | Leaf | None:
-        """The context with one more token; None where it never occurred."""
+        """The context with `token` appended; None if it never occurred."""
         if self.several is not None:
             return self.several.get(token)
         return self.child if token == self.token else None
 
     def put(self, token: int, child: Node | Leaf) -> None:
-        """Store a continuation, in the place of the one with the same token."""
+        """Store the child that follows `token`, in place of an earlier one."""
         if self.several is not None:
             self.several[token] = child
         elif self.child is None or self.token == token:
@@ -68,7 +69,7 @@ class Node:
             self.token, self.child = -1, None
 
     def drop(self, token: int) -> None:
-        """Forget the continuation with this token."""
+        """Remove the child that follows `token`."""
         if self.several is None:
             self.token, self.child = -1, None
             return
@@ -78,6 +79,7 @@ class Node:
             self.several = None
 
     def followed(self) -> Followed:
+        """The continuations of this context."""
         if self.several is None:
             return (0, (), None) if self.child is None else (self.child.count, (self.token,), None)
         if self.known is None:
@@ -88,7 +90,7 @@ class Node:
 
 
 class Change(NamedTuple):
-    """The effect of appending a token on one context: what was stored before."""
+    """The effect of appending a token on one context: `before` was its child for this token."""
 
     node: Node
     token: int
@@ -96,7 +98,7 @@ class Change(NamedTuple):
 
 
 class Insertion(NamedTuple):
-    """The effect of appending a token on a tree, to be undone."""
+    """The effect of appending a token on a tree, for `undo`; `matches` and `num_bytes` are the values before."""
 
     changes: list[Change]
     matches: list[Node]
@@ -105,10 +107,11 @@ class Insertion(NamedTuple):
 
 @dataclass(slots=True)
 class SuffixTree:
-    """Contexts of up to `depth` tokens. One text grows at a time, at its end; texts that grow no more may leave.
+    """The contexts of up to `depth` tokens in its texts. At most one text grows; others are complete and removable.
 
-    `matches[i]` is the node of the growing text's last i + 1 tokens, for as many as occurred before. `num_bytes` is
-    about what it takes, its texts included. `num_changes` tells whether other texts than the growing one changed.
+    `text` is the growing text. `matches[i]` is the node of its last i + 1 tokens, for all lengths that also occurred
+    before. `num_bytes` is the approximate memory of the tree with its texts. `num_changes` counts how often a complete
+    text was added or removed.
     """
 
     depth: int
@@ -119,10 +122,10 @@ class SuffixTree:
     num_changes: int = 0
 
     def __post_init__(self) -> None:
-        assert self.depth >= 2, f"contexts of up to {self.depth} tokens: one, and what followed it, are two"
+        assert self.depth >= 2, f"depth {self.depth} is below 2: a context and its next token are two"
 
     def add(self, tokens: Sequence[int]) -> list[int]:
-        """A whole text, which grows no more. Returns it as it is stored: `remove` wants it back."""
+        """Add a complete text. Returns the list to pass to `remove`."""
         self.text, self.matches = [], []
         for token in tokens:
             self.append(token)
@@ -131,15 +134,15 @@ class SuffixTree:
         return stored
 
     def append(self, token: int, steps: list[Insertion] | None = None) -> None:
-        """The growing text's next token, in O(1) per context that ends before it and occurred before.
+        """Append a token to the growing text, in O(1) per context that ends before it and occurred before.
 
-        What is to be taken back is noted in `steps`.
+        With `steps` the change is appended there, for `undo`.
         """
         text = self.text
         text.append(token)
         leaf, old = Leaf(text, len(text)), self.num_bytes
         changes: list[Change] = []
-        behind: Leaf | None = None
+        next_leaf: Leaf | None = None
         matched: list[Node] = []
         for node in (self.root, *self.matches[: self.depth - 1]):
             before = node.after(token)
@@ -152,25 +155,25 @@ class SuffixTree:
             elif before is None:
                 node.put(token, leaf)
                 self.num_bytes += LEAF_BYTES
-            else:  # a second time; contexts that occurred once until now did so in one place
-                behind = behind or Leaf(before.text, before.end + 1)
-                node.put(token, again := self.opened(before, behind, len(matched) + 1))
-                matched.append(again)
+            else:  # its second occurrence; the first was in one place for all contexts that occurred once so far
+                next_leaf = next_leaf or Leaf(before.text, before.end + 1)
+                node.put(token, opened := self.node_of_leaf(before, next_leaf, len(matched) + 1))
+                matched.append(opened)
         if steps is not None:
             steps.append(Insertion(changes, self.matches, old))
         self.num_bytes += TOKEN_BYTES
         self.matches = matched
 
-    def opened(self, leaf: Leaf, behind: Leaf, depth: int) -> Node:
-        """The node, in a leaf's place, of a context of `depth` tokens; `behind` is one token further."""
+    def node_of_leaf(self, leaf: Leaf, next_leaf: Leaf, depth: int) -> Node:
+        """The node that replaces a leaf of `depth` tokens at its second occurrence; `next_leaf` is one token longer."""
         if depth < self.depth and leaf.end < len(leaf.text):
             self.num_bytes += NODE_BYTES
-            return Node(2, leaf.text[leaf.end], behind)
+            return Node(2, leaf.text[leaf.end], next_leaf)
         self.num_bytes += NODE_BYTES - LEAF_BYTES
         return Node(2)
 
     def undo(self, steps: Sequence[Insertion]) -> None:
-        """Take back the last tokens of the growing text, from the steps that were noted for them."""
+        """Remove the last tokens of the growing text, given the `steps` that `append` recorded for them."""
         for step in reversed(steps):
             self.text.pop()
             for node, token, before in step.changes:
@@ -184,20 +187,20 @@ class SuffixTree:
             self.matches, self.num_bytes = step.matches, step.num_bytes
 
     def remove(self, text: Sequence[int]) -> None:
-        """Forget a text that grows no more. A context that is left once keeps its node."""
-        assert text is not self.text, "the growing text cannot leave"
+        """Remove a complete text. A context with one occurrence left stays a node."""
+        assert text is not self.text, "the growing text cannot be removed"
         for start in range(len(text)):
             node = self.root
             for token in text[start : start + self.depth]:
                 child = node.after(token)
-                assert child is not None, "a text that was never added cannot leave"
+                assert child is not None, "a text that was never added cannot be removed"
                 node.known = None
                 if isinstance(child, Leaf):
                     node.drop(token)
                     self.num_bytes -= LEAF_BYTES
                     break
                 child.count -= 1
-                if child.count == 0:  # what hangs below is this text's alone, and counted down in turn
+                if child.count == 0:  # its descendants belong to this text alone; the loop goes on to count them
                     node.drop(token)
                     self.num_bytes -= NODE_BYTES
                 node = child
@@ -205,9 +208,9 @@ class SuffixTree:
         self.num_changes += 1
 
     def follow(self, places: Sequence[Node | Leaf], token: int) -> list[Node | Leaf]:
-        """What is stored for a text's last 1, 2, ... tokens, given the same for the text without its last token.
+        """The places of a text's last 1, 2, ... tokens, given `places` of the text without its last `token`.
 
-        As long as they occurred; a context that did not has no longer ones. None stored before the text begins.
+        The list ends at the longest suffix that occurs in the tree; it is empty for a text of no tokens.
         """
         places_after: list[Node | Leaf] = []
         ends = (self.root, *places[: self.depth - 1])
@@ -215,7 +218,7 @@ class SuffixTree:
             longer = place.after(token)
             if longer is None:
                 break
-            if isinstance(place, Leaf):  # what is longer occurred once too, and in the same place
+            if isinstance(place, Leaf):  # longer contexts occurred once too, in the same place
                 return places_after + [longer] * (len(ends) - i)
             places_after.append(longer)
         return places_after

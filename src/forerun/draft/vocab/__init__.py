@@ -1,1 +1,1 @@
-"""Draft models of other vocabularies, and the plan of all draft models."""
+"""Draft models with another tokenizer than the target's, and the plan of all draft models."""

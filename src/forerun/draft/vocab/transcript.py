@@ -1,15 +1,14 @@
-"""The text of a sequence in the drafter's tokens, kept up to date while it grows in the target's tokens.
+"""The text of a sequence in the drafter's tokens, updated while it grows in the target's tokens.
 
-This module decides where a text may be cut so that what follows the cut cannot change the tokens before it. So only
-little is encoded again when the text grows, and the tokens depend on the text alone, not on the steps in which it came.
+The text is encoded in pieces, each of which is closed at a place where later text cannot change earlier tokens. So
+little text is encoded again when it grows, and the tokens depend on the text alone, not on the steps in which it came.
 
-A *seam* is a place before a blank and after anything but white space. Texts are closed at the first seam behind every
-SHORTEST characters, at the latest after LONGEST, and each closed piece is encoded once. The tokens equal those of the
-whole text, encoded at once, if pieces were closed at seams, no token of the vocabulary holds a seam, and the tokenizer
-splits a text alike on both sides of one, because merges on the two sides then never meet. That holds for all tokenizers
-that cut words off with their leading blanks, such as those of GPT, Llama, Qwen and Gemma. Elsewhere (a text without
-seams, a vocabulary of phrases) there may be two tokens where one was possible; guesses may then be worse, but the
-output does not change.
+A *seam* is a place before a blank and after a character that is not white space. A piece ends at the first seam after
+SHORTEST characters, at the latest after LONGEST. The tokens equal those of the entire text, encoded at once, if all
+pieces end at seams, no token of the vocabulary contains a seam, and the tokenizer splits texts at seams, because no
+merge then crosses a seam. This holds for all tokenizers that split words off with their leading blanks, such as those
+of GPT, Llama, Qwen and Gemma. Otherwise (a text without seams, a vocabulary of phrases) there may be two tokens where
+one was possible. Drafts may then be worse, but the output does not change.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.draft.vocab.vocabulary import Vocabulary, shared_marks
+from forerun.draft.vocab.vocabulary import Vocabulary, shared_special
 
 SHORTEST, LONGEST = 32, 192  # characters
 SEAM = re.compile(r"(?<=\S) ")
@@ -27,104 +26,107 @@ SEAM = re.compile(r"(?<=\S) ")
 
 @dataclass(slots=True)
 class Transcript:
-    """One sequence: how much of its text is closed, and the text behind that, whose tokens may still change."""
+    """The state of one sequence: the text after its closed pieces, whose tokens may still change, and counts."""
 
     open: str = ""
-    unfinished: bytes = b""  # the first bytes of a character
-    begun: bool = False  # whether a token was told that is not special
-    inside: bool = False  # whether text was closed before
-    num_told: int = 0  # tokens of the target
-    num_closed: int = 0  # tokens of the drafter
+    unfinished: bytes = b""  # the first bytes of an incomplete character
+    started: bool = False  # whether there was a token that is not special
+    inside: bool = False  # whether there is a closed piece before the open text
+    num_target: int = 0  # target tokens so far
+    num_closed: int = 0  # drafter tokens of closed pieces and special tokens
 
     @property
     def empty(self) -> bool:
-        """Whether there is no text at all, special tokens aside."""
+        """Whether there is no text at all, apart from special tokens."""
         return not (self.inside or self.open or self.unfinished)
 
 
 class Transcriber:
-    """Tells texts of `target`'s tokens in `own` tokens, byte for byte; special tokens become their counterparts."""
+    """Converts target tokens to the drafter's tokens of the same bytes; special tokens become their counterparts."""
 
-    def __init__(self, target: Vocabulary, own: Vocabulary) -> None:
+    def __init__(self, target: Vocabulary, drafter: Vocabulary) -> None:
         self.target = target
-        self.own = own
-        self.marks = shared_marks(target, own)
+        self.drafter = drafter
+        self.special = shared_special(target, drafter)
 
     def extend(self, transcript: Transcript, tokens: Sequence[int]) -> list[int]:
-        """Go on with tokens of the target; the drafter's tokens that are certain now, and were not before."""
+        """Append target tokens; returns the drafter's tokens of the pieces that this closes."""
         closed: list[int] = []
-        if transcript.num_told == 0 and tokens and [self.marks.get(tokens[0])] != self.own.front:
-            closed += self.own.front
+        if transcript.num_target == 0 and tokens and [self.special.get(tokens[0])] != self.drafter.front:
+            closed += self.drafter.front
         for token in tokens:
-            spelled = self.target.spelled[token] if token < self.target.num_ids else None
-            closed += self.mark(transcript, token) if spelled is None else self.add(transcript, spelled)
-        transcript.num_told += len(tokens)
+            data = self.target.token_bytes[token] if token < self.target.num_ids else None
+            closed += self.add_special(transcript, token) if data is None else self.add(transcript, data)
+        transcript.num_target += len(tokens)
         transcript.num_closed += len(closed)
         return closed
 
-    def add(self, transcript: Transcript, spelled: bytes) -> list[int]:
-        """Append bytes to the text, and close it where it can be closed."""
-        if not transcript.begun:
-            spelled, transcript.begun = spelled.removeprefix(b" " * self.target.lead), True
-        data = transcript.unfinished + spelled
+    def add(self, transcript: Transcript, data: bytes) -> list[int]:
+        """Append bytes to the text; returns the drafter's tokens of the pieces that this closes."""
+        if not transcript.started:
+            data, transcript.started = data.removeprefix(b" " * self.target.lead), True
+        data = transcript.unfinished + data
         text, used = decode(data)
         transcript.open += text
         transcript.unfinished = data[used:]
         closed: list[int] = []
-        while (end := closing(transcript.open)) is not None:
-            closed += self.own.cut(transcript.open[:end], starts=not transcript.inside)
+        while (end := end_of_piece(transcript.open)) is not None:
+            closed += self.drafter.encode(transcript.open[:end], starts=not transcript.inside)
             transcript.open, transcript.inside = transcript.open[end:], True
         return closed
 
-    def mark(self, transcript: Transcript, token: int) -> list[int]:
-        """Close the text before a special token; one without a counterpart leaves nothing but that."""
+    def add_special(self, transcript: Transcript, token: int) -> list[int]:
+        """Close the text before a special token; returns its tokens, and the special token's counterpart if any."""
         closed = self.ending(transcript)
         transcript.inside = not transcript.empty
         transcript.open, transcript.unfinished = "", b""
-        return [*closed, self.marks[token]] if token in self.marks else closed
+        return [*closed, self.special[token]] if token in self.special else closed
 
     def ending(self, transcript: Transcript) -> list[int]:
-        """The drafter's tokens of what is open, as if the text ended here."""
-        tokens = self.own.cut(transcript.open, starts=not transcript.inside)
-        return tokens + self.own.raw(transcript.unfinished)
+        """The drafter's tokens of the open text, as if it ended here."""
+        tokens = self.drafter.encode(transcript.open, starts=not transcript.inside)
+        return tokens + self.drafter.byte_tokens(transcript.unfinished)
 
-    def continuation(self, transcript: Transcript, guesses: Sequence[int]) -> list[int]:
-        """The target's tokens of what the drafter's guesses add to the text.
+    def continuation(self, transcript: Transcript, draft_tokens: Sequence[int]) -> list[int]:
+        """The target's tokens for the text that the drafter's draft tokens add.
 
-        The text is encoded together with what is open before it, so that merges and splits are those of the place.
-        Where a token would reach over both, the target has said the first part of it otherwise already: then what
-        the guesses add is encoded by itself. The rest of a character that is unfinished at the end is left out.
+        The added text is encoded together with the open text before it, so that it is split as in its context. If one
+        token would cover the end of the open text and the start of the added text, which is impossible since the open
+        text is final, the added text is encoded alone. An incomplete character at the end is left out.
         """
-        added = self.own.spell(guesses)
+        added = self.drafter.to_bytes(draft_tokens)
         if transcript.empty:
-            added = added.removeprefix(b" " * self.own.lead)
+            added = added.removeprefix(b" " * self.drafter.lead)
         data = transcript.unfinished + added
         text, used = decode(data)
         added = data[len(transcript.unfinished) : used]
-        tokens = self.target.cut(transcript.open + text, starts=not transcript.inside)
+        tokens = self.target.encode(transcript.open + text, starts=not transcript.inside)
         if transcript.empty:
             return tokens
-        behind = self.split(tokens, len(added))
-        if behind is not None and self.target.spell(behind) == added:
-            return behind
-        return self.target.cut(added.decode("utf-8", "surrogateescape"), starts=False)
+        last = self.last_tokens(tokens, len(added))
+        if last is not None and self.target.to_bytes(last) == added:
+            return last
+        return self.target.encode(added.decode("utf-8", "surrogateescape"), starts=False)
 
-    def split(self, tokens: Sequence[int], num_bytes: int) -> list[int] | None:
-        """The last tokens that have so many bytes; None where no token begins there."""
+    def last_tokens(self, tokens: Sequence[int], num_bytes: int) -> list[int] | None:
+        """The last tokens, whose bytes are `num_bytes` in all; None if no token starts there."""
         first = len(tokens)
         while num_bytes > 0 and first > 0:
             first -= 1
-            num_bytes -= len(self.target.spelled[tokens[first]] or b"")
+            num_bytes -= len(self.target.token_bytes[tokens[first]] or b"")
         return list(tokens[first:]) if num_bytes == 0 else None
 
 
 def decode(data: bytes) -> tuple[str, int]:
-    """The text of bytes, and how many of them it is: all but an unfinished character. Bytes that are no text stay."""
+    """The text of these bytes, and the number of bytes used: all but those of an incomplete character at the end.
+
+    Bytes that are not UTF-8 become surrogates.
+    """
     return codecs.utf_8_decode(data, "surrogateescape", False)
 
 
-def closing(text: str) -> int | None:
-    """Where the open text is to be closed; None where it is too short or might still go on as one word."""
+def end_of_piece(text: str) -> int | None:
+    """The index where the first piece of the open text ends; None if the text is too short or has no seam yet."""
     seam = SEAM.search(text, SHORTEST)
     if seam is not None and seam.start() <= LONGEST:
         return seam.start()

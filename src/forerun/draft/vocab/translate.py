@@ -1,11 +1,11 @@
 """TranslatingDrafter: a draft model with another tokenizer; and the plan of every draft model (`model:DIR`).
 
-This module decides whether draft tokens are translated, in one of two ways. If the vocabularies share enough tokens
-(TLI, token-level intersection) the model is an ordinary draft model restricted to shared tokens, sampled as the
-target's ids: with the target's noise, as trees, with declared laws. Otherwise (SLEM, string-level exact match) it
-continues the text in its own tokens, and the result is encoded in the target's: chains without a law, judged by
-`follow`. In both ways the model reads the text in its own tokens, through a transcript. After Timor et al. (ICML 2025,
-arXiv 2502.05202).
+A model with another tokenizer drafts in one of two ways (Timor et al., ICML 2025, arXiv 2502.05202). If the
+vocabularies share enough tokens (TLI, token-level intersection), it is an ordinary draft model restricted to shared
+tokens, which are sampled as the target's ids: with the target's noise, as trees, with declared distributions. Otherwise
+(SLEM, string-level exact match) it continues the text in its own tokens, and the new text is encoded in the target's:
+deterministic chains, which `follow` verifies. In both cases the model reads the text in its own tokens, through a
+transcript.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.draft.model.model import ModelDrafter
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.vocab.transcript import Transcriber, Transcript
-from forerun.draft.vocab.vocabulary import ENOUGH, SharedTokens, Vocabulary, shared_ids, shared_weight
+from forerun.draft.vocab.vocabulary import LEAST_SHARED_WEIGHT, SharedTokens, Vocabulary, shared_ids, shared_weight
 from forerun.errors import TokenizerError, VocabularyMismatch
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
@@ -29,16 +29,16 @@ from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 
-# Guesses that share no noise with the target come true as often as the target chooses them: the likeliest, most often.
+# Without the target's noise a draft token is accepted with the target's probability for it, so the likeliest is best.
 LIKELIEST = SamplingParams(temperature=0.0)
-OWN_TOKENS = 2  # positions for each of the target's where a drafter reads the text in tokens of its own, often shorter
+STRETCH = 2  # cache positions per target token for a drafter with its own tokens, which may be shorter
 
 
 class TranslatingDrafter:
-    """Drafts with `model`, which reads and generates the tokens of `transcriber.own`.
+    """Drafts with `model`, which reads and generates the tokens of `transcriber.drafter`.
 
-    With `model.shared` the model drafts shared tokens; without, its logits are over its own vocabulary, and its text is
-    encoded again.
+    With `model.shared` it drafts shared tokens. Otherwise the model's logits are over its own vocabulary, and the text
+    that it generates is encoded in the target's tokens.
     """
 
     taps: tuple[int, ...] = ()
@@ -49,44 +49,44 @@ class TranslatingDrafter:
         self.transcriber = transcriber
         self.transcripts: dict[int, Transcript] = {}
 
-    def observe(self, news: Committed) -> None:
-        """Pass the final tokens to the model, in its tokens; the last of these may have changed."""
-        self.model.revise([self.go_on(seq_id, tokens, root) for seq_id, tokens, root in news.rows()])
+    def observe(self, committed: Committed) -> None:
+        """Pass the final tokens to the model in its tokens; the last tokens of its earlier text may change."""
+        self.model.revise([self.extended(seq_id, tokens, root) for seq_id, tokens, root in committed.rows()])
 
-    def go_on(self, seq_id: int, tokens: Sequence[int], root: int) -> Revision:
-        """The model's text after the part that can no longer change: these tokens and their root."""
+    def extended(self, seq_id: int, tokens: Sequence[int], root: int) -> Revision:
+        """Append these tokens and their root to the transcript; returns the model's text after the closed pieces."""
         known = seq_id in self.transcripts
         transcript = self.transcripts.setdefault(seq_id, Transcript())
         first = transcript.num_closed
-        fresh = [*tokens, root][1:] if known else [*tokens, root]  # the last root leads the news
-        closed = self.transcriber.extend(transcript, fresh)
+        new_tokens = [*tokens, root][1:] if known else [*tokens, root]  # tokens[0] is the old root
+        closed = self.transcriber.extend(transcript, new_tokens)
         return Revision(seq_id, first, closed + self.transcriber.ending(transcript))
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """Drafts by shared tokens or encoded text; `tail` is observed and taken back."""
+        """A draft of shared tokens or of encoded text. The `tail` is appended to the model's text, then removed."""
         rows = [] if tail is None else [row for row in tail.rows() if row[0] in self.transcripts]
         before = {seq_id: self.transcripts[seq_id] for seq_id, _, _ in rows}
         endings = [Revision(s, t.num_closed, self.model.sequences[s].tokens(t.num_closed)) for s, t in before.items()]
         self.transcripts |= {seq_id: replace(transcript) for seq_id, transcript in before.items()}
         try:
-            self.model.revise([self.go_on(*row) for row in rows])
-            return self.write(draws, budgets) if self.model.shared is None else self.model.propose(draws, budgets)
+            self.model.revise([self.extended(*row) for row in rows])
+            return self.draft_text(draws, budgets) if self.model.shared is None else self.model.propose(draws, budgets)
         finally:
             self.transcripts |= before
             self.model.revise(endings)
 
-    def write(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
+    def draft_text(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
         """Chains of the target's tokens for the model's greedy continuations."""
         roots = [self.root(seq_id) for seq_id in draws.seq_ids]
         rows = [RowSampling(s, LIKELIEST, 0, 0, [root], 1) for s, root in zip(draws.seq_ids, roots, strict=True)]
-        num_ids = self.transcriber.own.num_ids
+        num_ids = self.transcriber.drafter.num_ids
         own_draws = Draws(rows, self.model.vocab_size, device=draws.device, num_ids=num_ids, kernels=draws.kernels)
         depths = [self.depth(*pair) for pair in zip(draws.seq_ids, budgets, strict=True)]
-        asked = [self.own_budget(*pair) for pair in zip(draws.seq_ids, depths, strict=True)]
-        draft = self.model.propose(own_draws, asked)
+        own_budgets = [self.own_budget(*pair) for pair in zip(draws.seq_ids, depths, strict=True)]
+        draft = self.model.propose(own_draws, own_budgets)
         texts = [
-            [row.tokens[-1], *self.translated(row.seq_id, guesses[1:], depth)]
-            for row, guesses, depth in zip(draws.rows, draft.tree.tokens.tolist(), depths, strict=True)
+            [row.tokens[-1], *self.target_tokens(row.seq_id, chain[1:], depth)]
+            for row, chain, depth in zip(draws.rows, draft.tree.tokens.tolist(), depths, strict=True)
         ]
         return Draft(DraftTree.of_texts(texts), pass_s=draft.pass_s)
 
@@ -96,25 +96,25 @@ class TranslatingDrafter:
         return 0 if drafted is None or drafted.root is None else drafted.root
 
     def depth(self, seq_id: int, budget: Budget) -> int:
-        """The number of the target's tokens to draft."""
+        """The number of target tokens to draft."""
         return min(budget.depth, budget.nodes, *self.model.outlook([seq_id]).limit)
 
     def own_budget(self, seq_id: int, depth: int) -> Budget:
-        """The number of the model's tokens for `depth` of the target's and one more, estimated from the text so far."""
+        """A budget for as many of the model's tokens as `depth` + 1 target tokens need, estimated from the text."""
         if depth == 0:
             return NO_DRAFT
         drafted = self.model.sequences[seq_id]
-        rate = (len(drafted.text) + 1) / self.transcripts[seq_id].num_told
+        rate = (len(drafted.text) + 1) / self.transcripts[seq_id].num_target
         return Budget(math.ceil((depth + 1) * rate))
 
-    def translated(self, seq_id: int, guesses: Sequence[int], depth: int) -> list[int]:
-        """The target's tokens of the model's continuation, up to its first special token.
+    def target_tokens(self, seq_id: int, draft_tokens: Sequence[int], depth: int) -> list[int]:
+        """The first `depth` target tokens of the model's continuation, up to its first special token.
 
-        Unless a special token ended it, the last token is left out: more text might change it.
+        Unless a special token follows, the last target token is left out, since further text might change it.
         """
-        vocabulary, target = self.transcriber.own, self.transcriber.target
-        written = [token for token in guesses if token >= 0]
-        length = next((i for i, token in enumerate(written) if vocabulary.spelled[token] is None), len(written))
+        vocabulary, target = self.transcriber.drafter, self.transcriber.target
+        written = [token for token in draft_tokens if token >= 0]
+        length = next((i for i, token in enumerate(written) if vocabulary.token_bytes[token] is None), len(written))
         tokens = self.transcriber.continuation(self.transcripts[seq_id], written[:length]) if length else []
         if length == len(written):
             tokens = tokens[:-1]
@@ -123,11 +123,11 @@ class TranslatingDrafter:
         return tokens[:depth]
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """The model's outlook, in its tokens."""
+        """The model's outlook, counted in its own tokens."""
         return self.model.outlook(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Drop texts, keys and values of these sequences; unknown ones are ignored."""
+        """Drop texts and cache of these sequences; unknown ids are ignored."""
         self.model.forget(seq_ids)
         for seq_id in seq_ids:
             self.transcripts.pop(seq_id, None)
@@ -137,11 +137,11 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`model:DIR`: a draft model with its own KV cache, translated if its tokenizer is not the target's."""
     refuse_members(spec)
     if spec.argument is None:
-        refuse(spec, "name a folder with a checkpoint or a hub id, as in model:DIR")
+        refuse(spec, "the argument is a folder with a checkpoint or a hub id, as in model:DIR")
     name, drafter = context.unused(str(spec)), Blueprint.of(context.target.spec.derive(spec.argument), context.progress)
     drafter = replace(drafter, passes=context.target.passes.of_drafter())
     translation = plan_translation(context, drafter)
-    stretch = 1 if translation is None else OWN_TOKENS
+    stretch = 1 if translation is None else STRETCH
     vocab_size, memory = context.target.config.vocab_size, replace(drafter.memory, stretch=stretch)
 
     def load(cache_tokens: CacheTokens, progress: ProgressCallback | None, target: Runner) -> Runner:
@@ -161,12 +161,12 @@ def plan_model(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber | None:
-    """How the drafter's tokens become the target's; None if both tokenizers give every id the same token.
+    """The transcriber between the two vocabularies; None if both models have the same tokenizer.
 
-    The widths of the models' logits may still differ, by padding. Raises VocabularyMismatch for a drafter without a
-    tokenizer, or if the tokens of either are not byte strings.
+    The widths of the models' logits may differ by padding all the same. Raises VocabularyMismatch for a drafter without
+    a tokenizer, or if the tokens of either tokenizer have no bytes.
     """
-    pair = f"the drafter {drafter.folder} cannot guess for the target {context.target.folder}"
+    pair = f"the drafter {drafter.folder} cannot draft for the target {context.target.folder}"
     fix = "Use a drafter of the same model family, or ngram, which needs no vocabulary"
     try:
         tokenizer = drafter.tokenizer()
@@ -179,19 +179,19 @@ def plan_translation(context: DraftContext, drafter: Blueprint) -> Transcriber |
         c = blueprint.config
         if read.byte_table() is None:
             raise VocabularyMismatch(
-                f"{pair}: their tokens differ, and those of {blueprint.folder} cannot be turned into bytes to compare "
-                f"them by (its decoder is neither ByteLevel nor one with ByteFallback). {fix}"
+                f"{pair}: their tokenizers differ, and the bytes of the tokens of {blueprint.folder} are unknown "
+                f"(its decoder is neither ByteLevel nor one with ByteFallback). {fix}"
             )
         vocabularies.append(Vocabulary(read, c.vocab_size, c.eos_ids))
     return Transcriber(*vocabularies)
 
 
 def translated(runner: Runner, vocab_size: int, how: Transcriber, shared: bool | None = None) -> TranslatingDrafter:
-    """A drafter with another vocabulary; it drafts `shared` tokens if there are enough of them."""
+    """A drafter with another vocabulary. `shared`: whether it drafts shared tokens; by default if there are enough."""
     if shared is None:
-        shared = shared_weight(how.target, shared_ids(how.target, how.own)) >= ENOUGH
+        shared = shared_weight(how.target, shared_ids(how.target, how.drafter)) >= LEAST_SHARED_WEIGHT
     num_model_ids, device = runner.vocab_size, runner.device
     if not shared:
         return TranslatingDrafter(ModelDrafter(runner, num_model_ids), how)
-    tokens = SharedTokens.of(how.target, how.own, vocab_size, num_model_ids, device)
+    tokens = SharedTokens.of(how.target, how.drafter, vocab_size, num_model_ids, device)
     return TranslatingDrafter(ModelDrafter(runner, vocab_size, tokens), how)

@@ -26,7 +26,7 @@ from forerun.annotations import Float, ProgressCallback
 from forerun.cache.blocks import OutOfBlocks
 from forerun.draft.base import Budget, Committed, Draft, Resume
 from forerun.draft.model.drafted_text import DraftRow
-from forerun.draft.model.fed_follower import FedFollower
+from forerun.draft.model.tap_follower import TapFollower
 from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, WrongTarget
@@ -43,7 +43,7 @@ from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 
 
-class EarlyExitDrafter(FedFollower):
+class EarlyExitDrafter(TapFollower):
     """Drafts with the first `layer` layers of `target`, which must be the engine's runner.
 
     `adapter` is the runner of an adapter, with the target's head and its own cache.
@@ -64,12 +64,12 @@ class EarlyExitDrafter(FedFollower):
         # On devices the adapter's text, roots and guesses are read in one call.
         self.draws_after_text = adapter is not None and self.runner.draws_unseen
 
-    def observe(self, news: Committed) -> None:
+    def observe(self, committed: Committed) -> None:
         """Note the final tokens, and keep the states that the adapter reads.
 
         Raises WrongTarget if the target's cache does not hold the tokens, or an adapter gets no states.
         """
-        for seq_id, tokens, _ in news.rows():
+        for seq_id, tokens, _ in committed.rows():
             known = self.sequences.get(seq_id)
             num_final = len(tokens) + (0 if known is None else len(known.text))
             if self.target.length(seq_id) != num_final:
@@ -78,7 +78,7 @@ class EarlyExitDrafter(FedFollower):
                     f"{self.target.length(seq_id)} tokens of sequence {seq_id} where {num_final} are final: "
                     f"build one for this engine, as LLM(model, draft='early-exit:{self.layer}') does"
                 )
-        super().observe(news)
+        super().observe(committed)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """A tree per sequence, grown from the lower layers; the root alone where text or memory is full."""
@@ -115,14 +115,14 @@ class EarlyExitDrafter(FedFollower):
         config, stream = self.target.decoder.config, self.target.decoder.stream_dtype
         features = self.states.of([read for read in reads if read.tokens])
         features = features or [torch.empty(0, 1, config.hidden, dtype=stream, device=self.target.device)]
-        texts = [[*read.tokens, *(self.late(read.seq_id) or ())] for read in reads]
+        texts = [[*read.tokens, *(self.after_text(read.seq_id) or ())] for read in reads]
         return UnreadTexts(texts, features, None, lambda states: states[:, 0], below=self.lower)
 
-    def draw_at_once(
+    def draw_in_one_call(
         self, draws: Draws, starts: Sequence[ChainStart], logits: Tensor, states: bool = False
     ) -> Chains | None:
         """The chains, drafted by one call of the lower layers; their states are noted if they can be resumed from."""
-        chains = super().draw_at_once(draws, starts, logits, self.noted is not None)
+        chains = super().draw_in_one_call(draws, starts, logits, self.noted is not None)
         if chains is not None and chains.states is not None and self.noted is not None:
             for start, states_read in zip(starts, chains.states, strict=True):
                 self.noted[start.seq_id].append(states_read[: chains.num_read[start.seq_id]])

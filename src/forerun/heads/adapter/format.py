@@ -1,7 +1,7 @@
 """The folder of an adapter: trained layers between an exit of a target and its norm and head (Kangaroo, 2404.18911).
 
-It holds a config.json of any family, with the target's hidden size and the exit that it was trained for, and the
-tensors of its layers. Embedding and head are the target's, and so is the norm before the head if the folder has none.
+It has a config.json of any family, with the target's hidden size and the exit that it was trained for, and the tensors
+of its layers. Embedding and head are the target's, and so is the norm before the head if the folder has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HOSTS = (EMBEDDING, HEAD)  # the target's are used
 
 
 def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
-    """The configuration of the adapter in a folder, for the exit before layer `layer`, after all tensors were checked.
+    """Check the adapter in a folder for the exit before layer `layer`; returns its configuration.
 
     Raises ModelError for an unusable folder.
     """
@@ -29,7 +29,7 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
     trained_for = fields.whole(EXIT)
     if trained_for != layer:
         cure = f"write early-exit:{trained_for}:{folder.name}, or name an adapter that was trained for exit {layer}"
-        raise fields.refuse(EXIT, f"it is not for exit {layer}: {cure}")
+        raise fields.refuse(EXIT, f"the adapter is not for exit {layer}: {cure}")
     config = replace(config_of(fields), vocab_size=0, tied=False)
     refuse_sizes(fields, folder.target.name, hidden_size=of.hidden)
     config = with_stored_names(config, checkpoint)
@@ -43,6 +43,6 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
 
 
 def adapter_shapes(folder: HeadFolder, config: ModelConfig) -> Shapes:
-    """Names and shapes of the folder's tensors that are read."""
+    """Names and shapes of the tensors that are read from the folder."""
     stored = folder.checkpoint
     return {name: shape for name, shape in tensor_shapes(config).items() if name in stored and name not in HOSTS}

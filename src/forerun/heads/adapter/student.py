@@ -1,7 +1,7 @@
 """Training an adapter for early exit: layers that read the target's states at an exit, with the target's head.
 
-The states of a text do not depend on whether the target or a draft wrote it. Fresh layers add nothing to their input,
-so training starts from the predictions of the exit itself. The result is a folder for `--draft early-exit:E:DIR`.
+The states at the exit are the same for text and for draft tokens. Untrained layers add nothing to their input, so
+training starts from the predictions of the exit alone. The result is a folder for `--draft early-exit:E:DIR`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AdapterStudent(StackStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> AdapterStudent:
-        """An adapter with layers shaped like the target's that add nothing yet. Raises InvalidRequest."""
+        """An untrained adapter, whose layers have the target's shapes. Raises InvalidRequest for an invalid exit."""
         sizes.only(cls.kind, "exit", "layers", "mlp")
         of = target.config
         exit_layer = sizes.exit or max(1, of.layers // 4)
@@ -55,7 +55,7 @@ class AdapterStudent(StackStudent):
         del weights[EMBEDDING]
         weights = {name: tensor * (not name.endswith(ADDING)) for name, tensor in weights.items()}
         weights[FINAL_NORM] = tables.norm
-        return cls.begun(target, values, weights, config=config, head=tables.head, taps=(exit_layer,))
+        return cls.untrained(target, values, weights, config=config, head=tables.head, taps=(exit_layer,))
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
         """The target's states at the exit."""

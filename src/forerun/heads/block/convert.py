@@ -1,12 +1,12 @@
-"""Block drafters in the layout of DFlash's authors (z-lab) and in those of `speculators`: dflash, dspark and dflash2.
+"""Conversions of block drafters: the layout of DFlash's authors, and dflash, dspark and dflash2 of `speculators`.
 
-The tensors have the same names; the intermediate form is the authors', which `block:DIR` reads. `speculators` differs
-in three points. Its `aux_hidden_state_layer_ids` identify a state by the layer that it enters, one more than the
-authors' index of the layer whose output it is. Embedding and full head are always the target's. And a dflash2 has
-convolutions, which no drafter here computes: they are read only if they are identities, and written as identities.
+All layouts have the same tensor names; the intermediate form is the authors', which `block:DIR` reads. `speculators`
+differs in three points. Its `aux_hidden_state_layer_ids` identify a state by the layer whose input it is, one more than
+the authors' index of the layer whose output it is. Embedding and full head are always the target's. And dflash2 has
+convolutions, which forerun does not compute: only identities are read and written.
 
-The target's last layer is refused in both directions: the authors read its state after the final norm, speculators
-before it. The converter of speculators omits its index, which leaves `fc.weight` too wide.
+The target's last layer is refused in both directions, because the authors read its output after the final norm, and
+speculators before it. The converter of speculators omits its index, which leaves `fc.weight` too wide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forerun.heads.layouts import (
     DraftLayout,
     DraftMethod,
     TargetFacts,
-    guess_target,
+    infer_target,
     of_speculators,
     package_config,
     package_layer,
@@ -68,14 +68,14 @@ AROUND = (
     "tie_word_embeddings",
 )
 PORTABLE = "`forerun train block --portable`, with --taps below the last layer, writes what speculators reads"
-LAST = "its state is read before the target's final norm in speculators, and behind it in the authors' layout"
-NUMBERS = "the last of the target's layers means another state in this format"
+LAST = "its output is read before the target's final norm in speculators, and after it in the authors' layout"
 
 
-def named(target: TargetFacts | None, files: DraftFiles) -> TargetFacts:
+def required_target(target: TargetFacts | None, files: DraftFiles) -> TargetFacts:
     """The target. Raises UnsupportedModel if none was given."""
     if target is None:
-        raise UnsupportedModel(f"{files.folder}: {NUMBERS}: name the target with --model")
+        problem = "the meaning of the target's last layer differs in this format, so the target must be known"
+        raise UnsupportedModel(f"{files.folder}: {problem}: name it with --model")
     return target
 
 
@@ -85,11 +85,11 @@ def is_block(files: DraftFiles) -> bool:
 
 
 def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """A dflash, dspark or dflash2. Raises UnsupportedModel for states and layers that `block:DIR` does not read."""
-    fields, num_layers = files.fields, named(target, files).config.layers
+    """Convert from `speculators` to the authors' layout. Raises UnsupportedModel if `block:DIR` cannot run it."""
+    fields, num_layers = files.fields, required_target(target, files).config.layers
     stated = {key: value for key, value in files.config.items() if value is not None}
     values = COMMON | KINDS[str(stated[SPECULATORS])] | stated
-    layer = {**fields.inside(LAYER_CONFIG).values, "model_type": "qwen3"}  # the package's layers are always its
+    layer = {**fields.inside(LAYER_CONFIG).values, "model_type": "qwen3"}  # the only family of speculators' layers
     config = layer | {key: value for key, value in values.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
     config |= {"architectures": [names.ARCHITECTURE], "num_target_layers": num_layers}
     config[names.INSIDE] = {
@@ -103,13 +103,13 @@ def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFi
 
 
 def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:
-    """The indexes of the layers that the states enter."""
+    """The indices of the layers whose inputs the drafter reads."""
     listed = fields.values.get(IDS)
     ids = listed if isinstance(listed, list) else []
     if not ids or not all(isinstance(each, int) and 0 <= each <= num_layers for each in ids):
         raise fields.refuse(IDS, f"it must be a list of numbers from 0 to {num_layers - 1}: correct it")
     if num_layers in ids:
-        raise fields.refuse(IDS, f"{num_layers} is the last layer's output, and {LAST}: use another drafter")
+        raise fields.refuse(IDS, f"{num_layers} stands for the last layer's output, and {LAST}: use another drafter")
     return ids
 
 
@@ -118,13 +118,13 @@ def read_causal(fields: Fields, layer: Fields) -> bool:
     windows = config_of(layer).windows
     causal = any(windows) and not fields.flag("sliding_window_non_causal")
     if causal and not all(windows):
-        rule = "so layers with windows are causal and the others are not, but block:DIR has one rule for all of them"
+        rule = "layers with windows would be causal and the others not, but block:DIR has one rule for all layers"
         raise fields.refuse("sliding_window_non_causal", f"{rule}: use another drafter")
     return causal
 
 
 def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without convolutions, which must be identities. Raises UnsupportedModel for others."""
+    """The tensors without convolutions. Raises UnsupportedModel for a convolution that is not the identity."""
     kept = dict(tensors)
     for name in [each for each in tensors if any(f".{conv}." in each for conv in CONVOLUTIONS)]:
         tensor = kept.pop(name)
@@ -132,19 +132,22 @@ def without_convolutions(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[
         if name.endswith(".base_kernel") and tensor.dim() == 3:
             neutral[:, 0] = 1
         if not torch.equal(tensor, neutral):
-            problem = f"{name} is a convolution that changes states, and no drafter here computes that"
+            problem = f"{name} is a convolution other than the identity, which forerun does not compute"
             raise fields.refuse("conv_kernel_size", f"{problem}: use another drafter")
     return kept
 
 
-def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """The drafter without embedding and full head. Raises UnsupportedModel if those differ from the target's."""
-    of = named(target, files)
+def without_own_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
+    """The drafter without embedding and full head. Raises UnsupportedModel if they differ from the target's.
+
+    A reduced head that the drafter does not store is added, with rows of the target's head.
+    """
+    of = required_target(target, files)
     tables = {names.EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {HEAD: of.head})
     for name, table in tables.items():
         stored = files.tensors.get(name)
         if stored is not None and not torch.equal(stored, table().to(stored.dtype)):
-            problem = f"{name} differs from the one of {of.name}, which speculators takes: choose another format"
+            problem = f"{name} differs from that of {of.name}, which speculators uses: choose another format"
             raise UnsupportedModel(f"{files.folder}: {problem}")
     files = files.without(*tables)
     if OFFSETS not in files.tensors or HEAD in files.tensors:
@@ -154,8 +157,8 @@ def with_the_targets_tables(files: DraftFiles, target: TargetFacts | None) -> Dr
 
 
 def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """The drafter as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
-    fields, of = files.fields, named(target, files)
+    """Convert the drafter to the layout of `speculators`. Raises UnsupportedModel for one that it cannot store."""
+    fields, of = files.fields, required_target(target, files)
     meaning = BLOCK.meaning(files, of)
     check_written(meaning, fields, of)
     config = meaning.config
@@ -180,7 +183,7 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
 
 
 def package_fields(config: BlockConfig) -> Mapping[str, Any]:
-    """The values of this drafter for the fields of all types of `speculators`."""
+    """This drafter's values for the fields of all types of `speculators`."""
     return {
         "block_size": config.block_size,
         "sample_from_anchor": config.sample_from_anchor,
@@ -194,24 +197,24 @@ def package_fields(config: BlockConfig) -> Mapping[str, Any]:
 
 
 def check_written(tensors: BlockTensors, fields: Fields, of: TargetFacts) -> None:
-    """Raise UnsupportedModel for what `speculators` cannot express."""
+    """Raise UnsupportedModel for a drafter that `speculators` cannot store."""
     c, layers, selects = tensors.config, tensors.config.layers, tensors.config.selector_rank > 0
     some_tokens, other_width = tensors.draft_vocab != of.config.vocab_size, layers.hidden != of.config.hidden
     refused = {
         "model_type": (layers.family != "qwen3", "the layers of speculators are qwen3's"),
         names.TAP_IDS: (-1 in c.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
-        names.MASK_ID: (c.mask_id is None, "speculators has no embedding of its own for masked places"),
+        names.MASK_ID: (c.mask_id is None, "speculators cannot store an own embedding of masked positions"),
         "causal": (c.causal and not all(layers.windows), "in speculators only layers with sliding windows are causal"),
-        "hidden_size": (other_width, f"{of.name} has {of.config.hidden}, and speculators takes its embedding"),
+        "hidden_size": (other_width, f"{of.name} has {of.config.hidden}, and speculators uses its embedding"),
         "draft_vocab_size": (selects and some_tokens, "speculators has selectors for heads over all tokens only"),
-        "enable_confidence_head": (selects and c.confidence, "speculators has no confidence head beside a selector"),
+        "enable_confidence_head": (selects and c.confidence, "speculators has no confidence head next to a selector"),
     }
     fields = replace(fields, values={**fields.values, **fields.inside(names.INSIDE).values})
     refuse_fields(fields, refused, f"convert it to another format, or train another one: {PORTABLE}")
 
 
 def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str, Tensor]:
-    """The convolutions that a dflash2 must have, as identities of one position and one group."""
+    """The convolutions that a dflash2 must have, as identities with one position and one group."""
     hidden, convolutions = config.layers.hidden, dict[str, Tensor]()
     for layer in range(config.layers.layers):
         for name in CONVOLUTIONS:
@@ -222,7 +225,7 @@ def neutral_convolutions(config: BlockConfig, dtype: torch.dtype) -> Mapping[str
     return convolutions
 
 
-BLOCK = DraftMethod("block drafter", "block", BlockTensors.of, guess_target("qwen3"))
+BLOCK = DraftMethod("block drafter", "block", BlockTensors.of, infer_target("qwen3"))
 LAYOUTS = (
     DraftLayout(
         "speculators",
@@ -231,7 +234,7 @@ LAYOUTS = (
         of_speculators(*KINDS),
         read_block_package,
         write_block_package,
-        with_the_targets_tables,
+        without_own_tables,
         is_run=False,
     ),
     DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block),

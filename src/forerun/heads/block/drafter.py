@@ -26,8 +26,8 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
-from forerun.draft.model.fed_follower import FedFollower
 from forerun.draft.model.grower import grow_by_heads, places_of
+from forerun.draft.model.tap_follower import TapFollower
 from forerun.heads.block import format as names
 from forerun.heads.block.convert import BLOCK, LAYOUTS
 from forerun.heads.block.format import BlockTensors, layer_ids
@@ -157,7 +157,7 @@ class ConfidenceHead:
         return torch.sigmoid((torch.cat(read, dim=1) * self.weight).sum(-1) + self.bias)
 
 
-class BlockDrafter(FedFollower):
+class BlockDrafter(TapFollower):
     """Drafts with block layers, which `runner` runs, and the heads on their output states."""
 
     names: tuple[str, ...] = ("block",)
@@ -177,12 +177,12 @@ class BlockDrafter(FedFollower):
         self.blocks = {r.seq_id: rows[r.judged[0] : r.judged[-1] + 1] for r, rows in zip(reads, outputs, strict=True)}
         return states
 
-    def room(self, drafted: DraftedText, late: Sequence[int]) -> int:
-        """The deepest draft after the text; a block that is not causal must fit as a whole."""
+    def max_depth(self, drafted: DraftedText, after_text: Sequence[int]) -> int:
+        """The greatest depth after the text; a block that is not causal must fit entirely."""
         return 0 if drafted.lost else self.decoder.block.deepest(self.window - len(drafted.text))
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """Read the blocks; returns the rows that had room, and the logits of all their draft tokens."""
+        """Read the blocks; returns the rows that fit the cache, and the logits of all their draft tokens."""
         first = self.decoder.block.first
         judged = [range(first, first + row.budget.depth) for row in rows]
         reads = [Read(row.seq_id, self.block_of(row), judged=places) for row, places in zip(rows, judged, strict=True)]
@@ -190,7 +190,7 @@ class BlockDrafter(FedFollower):
 
     def block_of(self, row: DraftRow) -> Sequence[int]:
         """The tokens of a block: the root, then masked positions."""
-        return [*row.late, *[MASKED] * (self.decoder.block.num_places(row.budget.depth) - 1)]
+        return [*row.after_text, *[MASKED] * (self.decoder.block.num_places(row.budget.depth) - 1)]
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
         """The unread context; no draft token is predicted at it."""

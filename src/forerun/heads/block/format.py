@@ -14,12 +14,12 @@ selector of DFlash 2 as fields that may be absent. All tensors have the target's
                                                 [vocab, selector_rank] twice; [selector_rank, hidden]
     embed_tokens.weight, lm_head.weight, d2t    own embedding, own head, its token ids; the target's if absent
 
-config.json describes the layers as those of a model of the family `model_type`: qwen3 has q_norm and k_norm, llama has
-not. The drafter's fields are beside that or inside `dflash_config`: `target_layer_ids`, the layers whose outputs it
-reads, -1 for the embedding; `block_size`; `mask_token_id`; `causal`: the positions of a block see only those before
+config.json describes the layers as those of a model of the family `model_type`: qwen3 has q_norm and k_norm, llama does
+not. The drafter's fields are at the same level or inside `dflash_config`: `target_layer_ids`, the layers whose outputs
+it reads, -1 for the embedding; `block_size`; `mask_token_id`; `causal`: the positions of a block see only those before
 them; `sample_from_anchor`: the root's position predicts a token too; `markov_rank`, `enable_confidence_head`,
 `confidence_head_with_markov`, `selector_rank`, `selector_top_k`. Other fields that would change the computation are
-refused by name. `convert.py` describes how `speculators` saves block drafters.
+refused by name. `convert.py` describes the layout of `speculators`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LOOKED_UP = (EMBEDDING, HEAD, MARKOV_W1, PREDECESSORS, SUCCESSORS)
 class BlockConfig:
     """The configuration of a block drafter. `layers` is that of its layers; `taps` are as in `Drafter.taps`.
 
-    A rank of 0 means that there is no such head. Without a `mask_id`, masked positions have their own embedding.
+    A head with rank 0 does not exist. Without a `mask_id`, masked positions have their own embedding.
     """
 
     layers: ModelConfig
@@ -80,7 +80,7 @@ class BlockConfig:
 
     @property
     def most_depth(self) -> int:
-        """Most draft tokens of a block."""
+        """The greatest number of draft tokens of a block."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
@@ -89,13 +89,13 @@ class BlockConfig:
         return 0 if self.sample_from_anchor else 1
 
     def num_places(self, depth: int) -> int:
-        """Positions to read for `depth` draft tokens; a block that is not causal is always read as a whole."""
+        """The number of positions to read for `depth` draft tokens; a block that is not causal is read entirely."""
         return depth + self.first if self.causal else self.block_size
 
-    def deepest(self, room: int) -> int:
-        """The deepest draft for which `room` positions are enough."""
+    def deepest(self, num_positions: int) -> int:
+        """The greatest depth for which this number of positions is enough."""
         least = 1 + self.first if self.causal else self.block_size
-        return 0 if room < least else min(self.most_depth, room - self.first)
+        return 0 if num_positions < least else min(self.most_depth, num_positions - self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,9 @@ class BlockTensors:
 
     @classmethod
     def of(cls, fields: Fields, stored: Collection[str], of: ModelConfig, target: str) -> BlockTensors:
-        """The tensors of the folder with this config.json, for the target `of`, called `target`; `stored` are those
-        that it has. Raises UnsupportedModel.
+        """The tensors that a folder with these fields must have, for the target `of`, called `target`.
+
+        `stored` are the names of those that it has. Raises UnsupportedModel for an unsupported drafter.
         """
         config = read_block(fields, of, target)
         draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
@@ -164,22 +165,22 @@ def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
     fields = model_fields(replace(read, values={**read.values, **read.inside(INSIDE).values}), usual)
     for key, neutral in NEUTRAL.items():
         if fields.values.get(key) not in (None, neutral):
-            raise fields.refuse(key, f"supported is {neutral!r}: use another drafter")
+            raise fields.refuse(key, f"only {neutral!r} is supported: use another drafter")
     refuse_sizes(fields, target, vocab_size=of.vocab_size)
     layers = replace(config_of(fields), tied=False)
     if layers.experts or layers.sinks:
-        problem = "a block drafter's layers are dense, without attention sinks: use another one"
+        problem = "only dense layers without attention sinks are supported: use another drafter"
         raise fields.refuse("model_type", problem)
     has_mask = fields.values.get(MASK_ID) is not None
     mask_id = fields.whole(MASK_ID, least=0, most=of.vocab_size - 1) if has_mask else None
     markov_rank, selector_rank = (fields.whole(key, 0, least=0) for key in ("markov_rank", "selector_rank"))
     if markov_rank and selector_rank:
-        problem = "it takes the place of a Markov head: set markov_rank or selector_rank to 0"
+        problem = "it excludes a Markov head: set markov_rank or selector_rank to 0"
         raise fields.refuse("selector_rank", problem)
     confidence = fields.flag("enable_confidence_head")
     with_markov = confidence and fields.flag("confidence_head_with_markov", bool(markov_rank))
     if with_markov and not markov_rank:
-        raise fields.refuse("confidence_head_with_markov", "it reads a Markov head's embedding: give a markov_rank")
+        raise fields.refuse("confidence_head_with_markov", "it needs a Markov head's embedding: set markov_rank")
     from_anchor = fields.flag("sample_from_anchor")
     return BlockConfig(
         layers=layers,
@@ -197,18 +198,18 @@ def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
 
 
 def read_causal(fields: Fields, layers: ModelConfig) -> bool:
-    """Whether the positions of a block see only those before them; the authors have used two names for the field.
+    """Whether the positions of a block see only those before them; the authors have used two names for this field.
 
-    Without it the authors' default depends on sliding windows, so a folder with such layers must have it.
+    Its default depends on sliding windows, so a folder whose layers have such windows must have the field.
     """
     key = "causal" if fields.values.get("causal") is not None else "is_causal"
     if fields.values.get(key) is None and any(layers.windows):
-        raise fields.refuse("causal", "layers with sliding windows need it: set it to true or false")
+        raise fields.refuse("causal", "it is required for layers with sliding windows: set it to true or false")
     return fields.flag(key)
 
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The taps, from the indexes of the layers whose output they are; the last layer's is read after the final norm."""
+    """The taps, given as indices of layers by their outputs; the last layer's output is read after the final norm."""
     listed = fields.values.get(TAP_IDS)
     ids = listed if isinstance(listed, list) else []
     known = all(isinstance(each, int) and not isinstance(each, bool) and -1 <= each < num_layers for each in ids)
@@ -218,17 +219,17 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 
 def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
-    """The indexes of the layers whose outputs these taps are."""
+    """The indices of the layers whose outputs these taps are."""
     return [num_layers - 1 if tap == -1 else tap - 1 for tap in taps]
 
 
 def author_values(
     ids: Sequence[int], block_size: int, mask_id: int | None, markov_rank: int, selector_rank: int, confident: bool
 ) -> dict[str, Any]:
-    """The fields of config.json of a block that reads the outputs of the target's layers `ids`.
+    """The fields of config.json of a block drafter that reads the outputs of the target's layers `ids`.
 
-    With a `mask_id` masked positions have the embedding of that token, and the block is not causal; without, they have
-    their own embedding, and it is causal.
+    With a `mask_id`, masked positions have the embedding of that token, and the block is not causal. Without it, they
+    have their own embedding, and the block is causal.
     """
     return {
         "architectures": [ARCHITECTURE],

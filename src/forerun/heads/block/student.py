@@ -1,10 +1,10 @@
-"""Training a block drafter: it predicts whole blocks from some roots of a text, each in one pass, as in serving.
+"""Training a block drafter, which predicts an entire block in one pass, from sampled roots of a text.
 
-A block reads the target's states up to the position before its root, and the root's embedding. Roots are sampled anew
-in every step, so many that each token of an answer is predicted about once. The Markov head, or the selector, is
-trained with the text's tokens in place of draft tokens (teacher forcing): that is what it reads as long as the draft is
-right, and nothing after a wrong draft token counts. The confidence head learns the overlap of both laws at each
-position. The result is a folder for `--draft block:DIR`, in the layout of `format.py`.
+A block reads the target's states up to the position before its root, and the root's embedding. In every step as many
+roots are sampled that each token of an answer is predicted about once. The Markov head, or the selector, is trained
+with the text's tokens in place of draft tokens (teacher forcing): accepted draft tokens equal the text, and tokens
+after a rejected one never matter. The confidence head learns the overlap of p and q at each position. The result is a
+folder for `--draft block:DIR`, in the layout of `format.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from forerun.sampling.winners import largest
 
 LAYERS, BLOCK_SIZE = 2, 8  # defaults
 MOST_RANK, RANK_SHARE = 256, 4  # default rank of a Markov head: the width over RANK_SHARE, at most MOST_RANK
-NUM_TAPS = 5  # at most
-FADES = 4.0  # depths after which the loss weight is 1/e
+NUM_TAPS = 5  # by default, at most
+FADES = 4.0  # depth at which the loss weight is 1/e
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class BlockStudent(TableStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> BlockStudent:
-        """Layers shaped like the target's, with heads that add nothing yet; a rank of 0 omits that head.
+        """Untrained layers with the target's shapes, and heads that add nothing yet; a head of rank 0 is left out.
 
-        Loss weights decrease exponentially with depth, as in both papers. Raises InvalidRequest.
+        Loss weights decrease exponentially with depth, as in both papers. Raises InvalidRequest for invalid sizes.
         """
         of_heads = ("markov_rank", "selector_rank", "confidence")
         sizes.only(cls.kind, "layers", "mlp", "block", *of_heads, "taps", "portable", "draft_vocab")
@@ -70,7 +70,7 @@ class BlockStudent(TableStudent):
         weights[names.NORM] = tables.norm
         if names.MASK_EMBEDDING in weights:
             weights[names.MASK_EMBEDDING] = tables.embedding.mean(0)
-        return cls.begun(
+        return cls.untrained(
             target,
             values,
             weights,
@@ -85,7 +85,7 @@ class BlockStudent(TableStudent):
         """The logits and confidences of all draft tokens of the blocks from these roots."""
         c = self.config
         roots = batch.roots if dice is None else batch.some_roots(c.most_depth, dice)
-        most = -(-batch.places.shape[1] // c.most_depth)  # roots at a time, as in a training step: bounds memory
+        most = -(-batch.places.shape[1] // c.most_depth)  # roots per pass, as in a training step, to bound memory
         states = torch.cat([self.states(batch, some) for some in roots.split(most, dim=1)], dim=1)
         padded = functional.pad(batch.tokens, (0, c.block_size))
         rows = torch.arange(len(roots), device=roots.device)[:, None]
@@ -100,8 +100,7 @@ class BlockStudent(TableStudent):
     def logits(
         self, states: Float[Tensor, "batch roots hidden"], before: Int[Tensor, "batch roots"], whole: bool
     ) -> Float[Tensor, "batch roots vocab"]:
-        """The logits at a position, after these tokens. `whole`: a selector has all tokens as candidates, as in
-        training."""
+        """The logits at a position, after the tokens `before`. `whole`: a selector scores all tokens, for training."""
         w, base = self.weights, self.tables.head(states)
         if names.MARKOV_W1 in w:
             return base + functional.linear(w[names.MARKOV_W1][before], w[names.MARKOV_W2])
@@ -125,8 +124,10 @@ class BlockStudent(TableStudent):
         return functional.linear(torch.cat(read, dim=-1), w[names.CONFIDENCE], w[names.CONFIDENCE_BIAS])[..., 0]
 
     def states(self, batch: TextBatch, roots: Int[Tensor, "batch roots"]) -> Float[Tensor, "batch roots places hidden"]:
-        """The inputs of the heads at every position of the blocks from these roots: a block sees the context before its
-        root, and its own positions."""
+        """The inputs of the heads at every position of the blocks from these roots.
+
+        A block sees the context before its root, and its own positions.
+        """
         c, num_places = self.config, self.config.num_places(self.config.most_depth)
         context = self.normed(functional.linear(batch.taps.flatten(2).float(), self.weights[names.MAP]), names.MAP_NORM)
         rows, text = torch.arange(len(roots), device=roots.device)[:, None], batch.places
@@ -150,8 +151,8 @@ class BlockStudent(TableStudent):
 def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     """The fields of config.json for these sizes.
 
-    A block is causal, so that a shallower draft is a shorter pass, and has its own mask embedding. A portable one is
-    not causal, and its mask token is the one that begins or ends texts.
+    A block is causal, so that a shallower draft takes a shorter pass, and has its own mask embedding. A portable block
+    is not causal, and its mask token is the token that starts or ends texts.
     """
     of, block = target.config, sizes.block or BLOCK_SIZE
     mask_id = next(iter(of.eos_ids), 0) if of.bos_id is None else of.bos_id
@@ -160,12 +161,10 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     usual = 0 if sizes.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
     rank = usual if sizes.markov_rank is None else sizes.markov_rank
     if sizes.markov_rank and sizes.selector_rank:
-        raise InvalidRequest(
-            "selector_rank", f"{sizes.selector_rank} stands in the place of a --markov-rank: leave out one."
-        )
+        raise InvalidRequest("selector_rank", f"{sizes.selector_rank} excludes a --markov-rank: leave out one of them.")
     confident = not (sizes.portable and sizes.selector_rank) if sizes.confidence is None else sizes.confidence
     if sizes.portable and sizes.selector_rank and confident:
-        raise InvalidRequest("confidence", "speculators has no confidence head beside a selector: leave it out.")
+        raise InvalidRequest("confidence", "speculators has no confidence head next to a selector: leave it out.")
     taps = sizes.tapped(of.layers)
     layers = usual_layers(of.layers) if taps is None else layer_ids(taps, of.layers)
     return {

@@ -78,7 +78,7 @@ class EagleDecoder(StateDecoder):
             gain, state_gain = (take(f"{tensors.place}.{name}") for name in (names.INPUT_NORM, names.STATE_NORM))
             residual = form.norm_before_residual
             self.entry = StateEntry(None, gain, state_gain, norm if form.norm_output else None, normed_stream=residual)
-        self.enters_by(self.entry, self.head_norm, folder.backend)
+        self.set_entry(self.entry, self.head_norm, folder.backend)
         masked = form.mask_token is not None
         self.mask = self.fuse(take(names.MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
 
@@ -97,11 +97,11 @@ class EagleDecoder(StateDecoder):
         assert inputs is not None, "EAGLE layers read states"
         assert not any(more.values()), "an EAGLE decoder has no taps and runs all layers"
         layers, embedded = range(len(self.layers)), self.embedding[batch.tokens]
-        return LayerOutputs(self.read_beside(self.entry, layers, embedded, inputs, batch, cache), None)
+        return LayerOutputs(self.run_with_states(self.entry, layers, embedded, inputs, batch, cache), None)
 
     def head_inputs(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
         """The layer's outputs as the head reads them: normed, if there is a norm before the head."""
-        return self.behind(hidden, self.head_norm)
+        return self.normed_stream(hidden, self.head_norm)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         return product(self.head, self.head_inputs(hidden)).float()

@@ -2,10 +2,10 @@
 
 EAGLE-1 and EAGLE-2 share a layout; EAGLE-3 (2503.01840) has its own, with options, and P-EAGLE (2602.01469) extends it.
 The authors' layouts have `fc.weight` and tensors under `midlayer.` or `layers.0.`; a folder without the norms of
-EAGLE-3 is EAGLE-1 or EAGLE-2. `EagleForm` declares the differences. A missing embedding or head is the target's.
-config.json is read in the authors' form, or in that of `speculators`, which puts the layer's fields under
-`transformer_layer_config`; the options have the same names in both, and so have the ids of the target's layers, which
-identify a state by the layer that it enters. Unsupported layers are refused by name.
+EAGLE-3 is EAGLE-1 or EAGLE-2. `EagleForm` describes the differences. If embedding or head are missing, the target's are
+used. config.json is read in the authors' form, or in that of `speculators`, which puts the layer's fields under
+`transformer_layer_config`. In both, the options have the same names, and so have the indices of the target's layers,
+which identify a state by the layer whose input it is. Unsupported layers are refused by name.
 
 The intermediate form of conversions is the authors': EAGLE-3 under `midlayer.`, EAGLE-1 under `layers.0.`, and the
 head's tokens sorted by id. `t2d`, which is redundant with `d2t`, is omitted there and written again.
@@ -31,7 +31,7 @@ from forerun.heads.layouts import (
     DraftLayout,
     DraftMethod,
     TargetFacts,
-    guess_target,
+    infer_target,
     of_speculators,
     package_config,
     package_layer,
@@ -40,7 +40,7 @@ from forerun.heads.vocabulary import MASK, OFFSETS
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import HEAD, LayerTable, Shapes
 
-PLACES = MIDLAYER, FIRST_LAYER = "midlayer", "layers.0"  # what the layer's tensors are called
+PLACES = MIDLAYER, FIRST_LAYER = "midlayer", "layers.0"  # prefixes of the layer's tensor names
 FEATURE = (-1,)  # the tap of EAGLE-1: the state after the target's final norm
 EMBEDDING, NORM = OWN_EMBEDDING, "norm.weight"
 MASK_STATE = "mask_hidden"  # replaces the target's states at mask tokens
@@ -54,7 +54,7 @@ OPTIONS = (NORMED_RESIDUAL, "norm_before_fc", "fc_norm", "norm_output")
 MASK_TOKEN = "mask_token_id"
 USUAL_TAPS = 3  # vLLM's default
 KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # types of speculators and their architectures
-# Fields that speculators puts beside those of the layer.
+# Fields that speculators stores outside of those of the layer.
 OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
 MOST_TAPS = 16
 SIGNS = HeadSigns((("architectures", "Eagle"), (SPECULATORS, "eagle")), layout="eagle")
@@ -64,11 +64,11 @@ SIGNS = HeadSigns((("architectures", "Eagle"), (SPECULATORS, "eagle")), layout="
 class EagleForm:
     """The variant of an EAGLE layer. `taps` are the target's states that it reads.
 
-    `joined` is EAGLE-1: embedding and state are mapped to the layer's input together, there is no norm before attention
+    `joined` is EAGLE-1: embedding and state are mapped together to the layer's input, there is no norm before attention
     or after the layer, and the head is the target's. The other fields are options of EAGLE-3. `norm_before_residual`:
     the residual stream is the normed state. `norm_before_fc`, `fc_norm`: the states are normed before they are mapped,
-    all together or each by itself. `norm_output`: draft tokens read the output after the last norm (EAGLE 3.1).
-    `fc_bias`: the map has a bias. `mask_token`: the id of P-EAGLE's mask token, None for others.
+    concatenated or separately. `norm_output`: draft tokens read the output after the last norm (EAGLE 3.1). `fc_bias`:
+    the map has a bias. `mask_token`: the id of P-EAGLE's mask token, None for others.
     """
 
     taps: tuple[int, ...]
@@ -97,8 +97,9 @@ class EagleTensors:
 
     @classmethod
     def of(cls, read: Fields, stored: Container[str], of: ModelConfig, target: str) -> EagleTensors:
-        """The tensors that a folder with this config.json must hold, for the target `of`, called `target`; `stored` are
-        those that it has. Raises UnsupportedModel for an unsupported layer, or one for another target.
+        """The tensors that a folder with these fields must have, for the target `of`, called `target`.
+
+        `stored` are the names of those that it has. Raises UnsupportedModel for an unsupported layer or another target.
         """
         usual = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
         fields = model_fields(author_fields(read), usual)
@@ -148,17 +149,14 @@ class EagleTensors:
 
 
 def author_fields(fields: Fields) -> Fields:
-    """The fields of a drafter's config.json in the form of EAGLE's authors.
-
-    Raises UnsupportedModel for other drafters of `speculators`.
-    """
+    """The fields of a drafter in the form of EAGLE's authors. Raises UnsupportedModel for other kinds of drafters."""
     kind = fields.values.get(SPECULATORS)
     if kind is None:
         return fields
     if kind not in KINDS:
-        raise fields.refuse(SPECULATORS, "an EAGLE layer is eagle3 or peagle: name the folder of one")
+        raise fields.refuse(SPECULATORS, "for EAGLE it is eagle3 or peagle: name the folder of such a drafter")
     if (kind == "peagle") != (fields.values.get(MASK_TOKEN) is not None):
-        raise fields.refuse(MASK_TOKEN, "peagle has one, and eagle3 has none: correct it")
+        raise fields.refuse(MASK_TOKEN, "peagle needs it, and eagle3 must not have it: correct it")
     layer = dict(fields.inside(LAYER_CONFIG).values)
     layer.setdefault("model_type", "qwen3")  # the default of speculators
     outside = {name: fields.values[name] for name in (*OUTSIDE, "dtype") if fields.values.get(name) is not None}
@@ -166,7 +164,7 @@ def author_fields(fields: Fields) -> Fields:
 
 
 def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> EagleTensors:
-    """The tensors that the folder must hold, by its fields and by the tensors that distinguish the generations."""
+    """The tensors that a folder must have, from its fields and from the tensors that distinguish the generations."""
     config = replace(config_of(fields), tied=False)
     config = replace(config, qkv_bias=fields.flag("qkv_bias", config.qkv_bias))
     place = next((name for name in PLACES if f"{name}.post_attention_layernorm.weight" in stored), PLACES[0])
@@ -186,12 +184,12 @@ def read_form(fields: Fields, num_layers: int) -> EagleForm:
     options = {name: fields.flag(name) for name in OPTIONS}
     form = EagleForm(read_taps(fields, num_layers), **options, mask_token=mask_token)
     if form.norm_before_fc and form.fc_norm:
-        raise fields.refuse("fc_norm", "norm_before_fc is too, and only one of them can be: correct either")
+        raise fields.refuse("fc_norm", "it excludes norm_before_fc, which is set too: correct one of them")
     return form
 
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The taps, each identified by the layer that the state enters; the authors' choice if not given."""
+    """The taps, each the index of the layer whose input it is; by default those that the authors choose."""
     inside = fields.values.get(INSIDE)
     ids = fields.values.get(TAP_IDS, inside.get(TAP_IDS) if isinstance(inside, dict) else None)
     if ids is None:
@@ -200,7 +198,7 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
         ids = [None]
     is_layer = [isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= num_layers for each in ids]
     if not 1 <= len(ids) <= MOST_TAPS or not all(is_layer):
-        rule = f"it must name layers of the target, from 0 to {num_layers}, {MOST_TAPS} at most"
+        rule = f"it must list at most {MOST_TAPS} layers of the target, from 0 to {num_layers}"
         raise fields.refuse(TAP_IDS, f"{rule}: name a drafter that was trained for this target")
     return tuple(ids)
 
@@ -213,14 +211,14 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
 def is_authors(files: DraftFiles, joined: bool) -> bool:
     """Whether a folder is in the authors' layout of EAGLE-3 or, `joined`, of EAGLE-1 and EAGLE-2."""
     names = files.tensors
-    there = MAP in names and any(f"{place}.mlp.down_proj.weight" in names for place in PLACES)
+    is_layer = MAP in names and any(f"{place}.mlp.down_proj.weight" in names for place in PLACES)
     fused = any(name in names for name in (NORM, *(f"{place}.{STATE_NORM}" for place in PLACES)))
-    is_block = STATE_NORM in names  # whose tensors are otherwise named like these
-    return there and fused != joined and not is_block and SPECULATORS not in files.config
+    is_block = STATE_NORM in names  # block drafters have the other names too
+    return is_layer and fused != joined and not is_block and SPECULATORS not in files.config
 
 
 def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """An EAGLE-3 drafter of either form, in the authors' form."""
+    """Convert an EAGLE-3 drafter of either form to the authors' form."""
     config = dict(author_fields(files.fields).values)
     inside = config.pop(INSIDE, None)
     if isinstance(inside, dict) and inside.get(TAP_IDS) is not None:
@@ -232,12 +230,12 @@ def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 
 def read_joined(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """An EAGLE-1 or EAGLE-2 drafter, in the authors' form."""
+    """Convert an EAGLE-1 or EAGLE-2 drafter to the authors' form."""
     return files.renamed({f"{MIDLAYER}.": f"{FIRST_LAYER}."})
 
 
 def in_order(files: DraftFiles) -> DraftFiles:
-    """The drafter with the rows of its head sorted by token id, without a table of ids if the head has all tokens."""
+    """The drafter with its head's rows sorted by token id, and without a table of ids if the head has all tokens."""
     if OFFSETS not in files.tensors or HEAD not in files.tensors:
         return files
     vocab_size = files.fields.whole("vocab_size")
@@ -248,10 +246,10 @@ def in_order(files: DraftFiles) -> DraftFiles:
 
 
 def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """The drafter with its own embedding and head, which `speculators` expects; missing ones are the target's."""
+    """The drafter with an embedding and a head of its own, as `speculators` needs; missing ones are the target's."""
     missing = [name for name in (EMBEDDING, HEAD) if name not in files.tensors]
     if missing and target is None:
-        raise UnsupportedModel(f"{files.folder} uses its target's {', '.join(missing)}: name that with --model")
+        raise UnsupportedModel(f"{files.folder} uses its target's {', '.join(missing)}: name the target with --model")
     tables = {} if target is None else {EMBEDDING: target.embedding, HEAD: target.head}
     added = {name: tables[name]().to(files.tensors[MAP].dtype) for name in missing}
     if HEAD in added:
@@ -260,10 +258,10 @@ def self_contained(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
 
 
 def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """EAGLE-3 as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
+    """Convert EAGLE-3 to the layout of `speculators`. Raises UnsupportedModel for one that it cannot store."""
     fields = files.fields
     if fields.flag("qkv_bias"):
-        raise fields.refuse("qkv_bias", "speculators has no such layer: convert it to another format")
+        raise fields.refuse("qkv_bias", "speculators cannot store it: convert the drafter to another format")
     mask_token, meaning = fields.values.get(MASK_TOKEN), EAGLE3.meaning(files, target)
     layer, num_taps = package_layer(files.config, meaning.layers, *OUTSIDE, INSIDE), len(meaning.form.taps)
     kind = "eagle3" if mask_token is None else "peagle"
@@ -281,7 +279,7 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     return replace(files, config=package_config(fields, target, kind, values))
 
 
-EAGLE3 = DraftMethod("EAGLE-3", "eagle", EagleTensors.of, guess_target("llama"))
+EAGLE3 = DraftMethod("EAGLE-3", "eagle", EagleTensors.of, infer_target("llama"))
 EAGLE1 = replace(EAGLE3, label="EAGLE-1 or EAGLE-2")
 IS_EAGLE3, IS_EAGLE1 = (partial(is_authors, joined=joined) for joined in (False, True))
 THEIRS = f"config.json with {SPECULATORS} eagle3 or peagle"

@@ -1,10 +1,10 @@
 """Training an EAGLE-3 layer, from the target's states of texts and its own outputs.
 
-Training unrolls drafts as serving does (the paper's training-time test). At the first step every position reads the
-target's state before it. At each further step the draft from every root is one token longer: the layer reads the text's
-next token with its own output of the step before, and attends to the target's states up to the root and to its own
-outputs after it, just as in serving. The residual stream is the normed state (`norm_before_residual`): states of late
-layers are so large that the outputs of a fresh layer hardly change them, and it learns half as fast. The result is a
+Training unrolls drafts as they are generated (the paper's training-time test). At the first step each position reads
+the target's state before it. At each further step the draft from every root is one token longer: the layer reads the
+text's next token with its own output of the step before, and attends to the target's states up to the root and to its
+own outputs after it. The residual stream is the normed state (`norm_before_residual`): the states of late layers are so
+large that the outputs of an untrained layer hardly change them, and training takes twice as long. The result is a
 folder for `--draft eagle:DIR`, in the authors' layout.
 """
 
@@ -46,9 +46,9 @@ class EagleStudent(DraftedStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> EagleStudent:
-        """A layer shaped like the target's, with the target's norm, and with the target's head or a trainable copy.
+        """An untrained layer with the target's shapes and norm, and with the target's head or a trainable copy of it.
 
-        The head has all of the target's tokens, or the first `draft_vocab`. Raises InvalidRequest.
+        The head has all of the target's tokens, or the first `draft_vocab`. Raises InvalidRequest for invalid sizes.
         """
         sizes.only(cls.kind, "mlp", "shared_head", "draft_vocab", "taps")
         of, is_shared, num_ids = target.config, bool(sizes.shared_head), sizes.draft_vocab or target.config.vocab_size
@@ -69,7 +69,7 @@ class EagleStudent(DraftedStudent):
         if not is_shared:
             weights[HEAD] = tables.head.weight[:num_ids]
         weights[names.NORM] = tables.norm
-        return cls.begun(
+        return cls.untrained(
             target,
             {"architectures": [names.ARCHITECTURE], **values},
             weights,
@@ -80,12 +80,12 @@ class EagleStudent(DraftedStudent):
         )
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        """The configuration, and whether the head is the target's."""
-        return {**super().about, "shared_head": HEAD not in self.weights}
+    def description(self) -> Mapping[str, Any]:
+        """As in Student, and whether the head is the target's."""
+        return {**super().description, "shared_head": HEAD not in self.weights}
 
     def with_vocabulary(self, ids: Int[Tensor, " ids"]) -> Student:
-        """The student with these tokens' rows of the target's head, or a trainable copy of them."""
+        """As in Student: the head has the rows of these tokens, of the target's head or of a trainable copy."""
         rows, is_shared = {HEAD: self.tables.head.weight[ids]}, HEAD not in self.weights
         copied = {} if is_shared else trainable(rows, self.tables.embedding.device)
         return replace(super().with_vocabulary(ids), weights={**self.weights, **copied})
@@ -102,11 +102,11 @@ class EagleStudent(DraftedStudent):
         return residual, torch.cat([token, residual], dim=2)
 
     def logits(self, states: Float[Tensor, "batch roots hidden"]) -> Float[Tensor, "batch roots vocab"]:
-        """The logits of its head, or of the target's."""
+        """The logits of the drafter's own head, or else of the target's."""
         weight, read = self.weights.get(HEAD), self.normed(states, names.NORM)
         return self.tables.head(read) if weight is None else functional.linear(read, weight)
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the layer and, if it has one, its head with the head's token ids."""
+        """Write the layer, and its own head, if any, with the head's token ids."""
         all_ids = {OFFSETS: torch.zeros(len(weights[HEAD]), dtype=torch.long)} if HEAD in weights else {}
         super().write({**all_ids, **weights}, folder)

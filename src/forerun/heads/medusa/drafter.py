@@ -90,14 +90,14 @@ class MedusaDrafter:
         self.ids = SameIds(target.vocab_size, target.vocab_size)
         self.states: dict[int, Float[Tensor, " hidden"]] = {}
 
-    def observe(self, news: Committed) -> None:
+    def observe(self, committed: Committed) -> None:
         """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
-        if news.adopted:
+        if committed.adopted:
             return
-        copied = len(news.tokens) > MOST_SHARED * len(news.seq_ids)  # a view would keep all states in memory
-        for i, (seq_id, tokens, _) in enumerate(news.rows()):
+        copied = len(committed.tokens) > MOST_SHARED * len(committed.seq_ids)  # a view would keep all states in memory
+        for i, (seq_id, tokens, _) in enumerate(committed.rows()):
             if tokens:
-                state = news.shown("medusa")[news.offsets[i + 1] - 1, 0]
+                state = committed.required_features("medusa")[committed.offsets[i + 1] - 1, 0]
                 self.states[seq_id] = state.clone() if copied else state
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:

@@ -1,10 +1,10 @@
 """The folder of Medusa heads: config.json with `medusa_num_heads`, and the tensors by head and block (2401.10774).
 
 Tensors in model.safetensors are named as the authors' code does: `0.0.linear.weight`, `0.0.linear.bias`, and
-`0.1.weight` for the output matrix behind one block; `0.in.weight` is what hydra adds (2402.05109). The authors publish
-a state dict in `medusa_lm_head.pt`, or the same in safetensors; some versions put `medusa_head.` before all names.
-Their config.json has no sizes, and in published checkpoints fewer heads than the file: sizes and number are those of
-the tensors.
+`0.1.weight` for the output matrix after one block; `0.in.weight` is an addition of Hydra (2402.05109). The authors
+publish a state dict as `medusa_lm_head.pt` or as safetensors; in some versions all names start with `medusa_head.`.
+Their config.json has no sizes, and published ones state fewer heads than the file has: sizes and number of heads are
+taken from the tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.folder import HeadSigns, refuse_sizes
-from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts, guess_target
+from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts, infer_target
 from forerun.models.config import ModelConfig
 from forerun.models.projections import Shapes
 
@@ -27,15 +27,15 @@ HEADS_KEY, BLOCKS, HYDRA, ARCHITECTURE = "medusa_num_heads", "medusa_num_layers"
 SIGNS = HeadSigns(((HEADS_KEY, ""),), needed=HEADS_KEY, layout="medusa")
 PREFIX, PICKLE = "medusa_head.", "medusa_lm_head.pt"
 TENSOR = re.compile(r"(?:medusa_head\.)?(\d{1,4})\.(?:in|\d{1,4}|\d{1,4}\.linear)\.(?:weight|bias)")
-ENTRY, BLOCK, OUTPUT = "{}.in", "{}.{}.linear", "{}.{}"  # linear layers: of a head, of its blocks, and behind these
+ENTRY, BLOCK, OUTPUT = "{}.in", "{}.{}.linear", "{}.{}"  # linear layers: first (Hydra), of a block, and last
 WEIGHT, BIAS = ".weight", ".bias"
-ADDED = ("in.weight", "linear.weight", "linear.bias")  # ends of names of what adds to a residual stream
+ADDED = ("in.weight", "linear.weight", "linear.bias")  # ends of the names of tensors that add to a residual stream
 FIRST = BLOCK.format(0, 0) + WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaConfig:
-    """The shape of Medusa heads; `own_output`: each has its own output matrix; `hydra`: heads read draft tokens."""
+    """The shape of Medusa heads; `own_output`: each has an own output matrix; `hydra`: heads read draft tokens."""
 
     num_heads: int
     num_blocks: int
@@ -48,7 +48,7 @@ class MedusaConfig:
 
     @classmethod
     def of(cls, fields: Fields, stored: Collection[str], of: ModelConfig, target: str) -> MedusaConfig:
-        """The heads of a folder with this config.json and these tensors, for the target `of`, called `target`.
+        """The heads in a folder with these fields and tensors, for the target `of`, called `target`.
 
         Raises UnsupportedModel for heads of another target.
         """
@@ -92,18 +92,17 @@ class MedusaConfig:
 
 
 def holds_heads(files: DraftFiles, is_pickle: bool) -> bool:
-    """Whether a folder holds Medusa heads, by its configuration or tensors, as the authors' pickle or (not `is_pickle`)
-    otherwise."""
+    """Whether a folder has Medusa heads, by its fields or tensors, in the authors' pickle (`is_pickle`) or not."""
     heads = HEADS_KEY in files.config or (bool(files.tensors) and all(map(TENSOR.fullmatch, files.tensors)))
     return heads and is_pickle == (files.file == PICKLE)
 
 
 def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """The heads, with the sizes of their tensors."""
+    """The heads with config.json completed by the sizes of the tensors."""
     fields, files = files.fields, files.renamed({PREFIX: ""})
     first = files.tensors.get(FIRST)
     if first is None or first.dim() != 2:
-        raise MissingWeights(f"{files.folder} has no tensor {FIRST}: these are no Medusa heads, or not all of them")
+        raise MissingWeights(f"{files.folder} has no tensor {FIRST}: it has no Medusa heads, or not all of them")
     count = 1 + max(int(match[1]) for match in map(TENSOR.fullmatch, files.tensors) if match)
     num_blocks = fields.whole(BLOCKS, 1)
     config = {**files.config, "architectures": [ARCHITECTURE], HEADS_KEY: max(count, fields.whole(HEADS_KEY, count))}
@@ -112,20 +111,20 @@ def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     return replace(files, config=config if outputs is None else config | {"vocab_size": outputs.shape[0]})
 
 
-def guess_sizes(fields: Fields) -> TargetFacts:
-    """A target of the sizes in these fields; heads without matrices of their own do not have that of the vocabulary."""
+def infer_sizes(fields: Fields) -> TargetFacts:
+    """A target with the sizes in these fields; heads without output matrices do not give the vocabulary's size."""
     sizes = {"hidden_size": fields.whole("hidden_size"), "vocab_size": fields.whole("vocab_size", 1)}
-    return guess_target("llama")(replace(fields, values={"num_attention_heads": 1, "intermediate_size": 1, **sizes}))
+    return infer_target("llama")(replace(fields, values={"num_attention_heads": 1, "intermediate_size": 1, **sizes}))
 
 
 def write_authors(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """The heads as the authors' code reads them. Raises UnsupportedModel for Hydra's, which it does not have."""
+    """Convert the heads to the authors' layout. Raises UnsupportedModel for Hydra, which it cannot store."""
     if files.fields.flag(HYDRA):
-        raise UnsupportedModel(f"{files.folder}: heads of Hydra have no place in Medusa's own layout: use medusa")
+        raise UnsupportedModel(f"{files.folder}: medusa-pt cannot store the heads of Hydra: choose the format medusa")
     return replace(files, config={key: value for key, value in files.config.items() if key != HYDRA})
 
 
-MEDUSA = DraftMethod("Medusa", "medusa", MedusaConfig.of, guess_sizes)
+MEDUSA = DraftMethod("Medusa", "medusa", MedusaConfig.of, infer_sizes)
 LAYOUTS = (
     DraftLayout(
         "medusa-pt",

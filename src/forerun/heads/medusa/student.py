@@ -1,14 +1,14 @@
 """Training Medusa heads, alone or together with their target (Medusa-2).
 
-A head reads the state before a root, which serving has when a round begins. Hydra's heads are trained with the text's
-tokens in place of draft tokens (teacher forcing): that is what they read as long as the draft is right, and nothing
-after a wrong draft token counts. The result is a folder for `--draft medusa:DIR`.
+A head reads the state before a root, as when drafting. Hydra's heads are trained with the text's tokens in place of
+draft tokens (teacher forcing): accepted draft tokens equal the text, and tokens after a rejected one never matter. The
+result is a folder for `--draft medusa:DIR`.
 
 The target is fixed, or tuned with the heads so that its states become more predictive (Medusa-2, 2401.10774): by
 low-rank adapters on its layers' projections, which are merged into the weights at the end. The loss includes the
-distance of the tuned law from the original target's law (the paper's self-distillation). The heads learn the tuned law,
-which will verify their drafts. Embedding, norms and output matrix are not tuned, and the tuned target is written to its
-own folder.
+divergence of the tuned distribution from the original target's (the paper's self-distillation). The heads learn the
+tuned distribution, since the tuned target will verify their drafts. Embedding, norms and output matrix are not tuned.
+The tuned target is written to its own folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from forerun.store import names_in, whole_folder, writable
 NUM_HEADS = 4  # by default
 DEPTH_WEIGHT = 0.8  # loss weight of a head, relative to the head before
 RANK = 16  # of the adapters
-SCALE = 0.03  # of the adapters' outputs: the target learns so much more slowly than the heads
+SCALE = 0.03  # of the adapters' outputs, so that the target learns more slowly than the heads
 INTO, OUT_OF = "target.{}.into", "target.{}.out_of"  # an adapter's two matrices
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TUNED = "forerun_tuned"  # key in config.json of a tuned target: the folder of its heads
@@ -54,7 +54,7 @@ class MedusaStudent(TableStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MedusaStudent:
-        """Heads whose initial logits are those of the target's head, whatever the seed. Raises InvalidRequest."""
+        """Untrained heads, whose initial logits are those of the target's head. Raises InvalidRequest."""
         sizes.only(cls.kind, "heads", "layers", "hydra", "shared_head", "tune_target")
         of, num_heads = target.config, sizes.heads or NUM_HEADS
         check_most("heads", num_heads, MOST_HEADS)
@@ -69,7 +69,7 @@ class MedusaStudent(TableStudent):
                 tensor[:, : of.hidden] = torch.eye(of.hidden)
             elif name == OUTPUT.format(head, config.num_blocks) + WEIGHT:
                 tensor.copy_(tables.head.weight)
-        return cls.begun(
+        return cls.untrained(
             target,
             config.values,
             weights,
@@ -80,8 +80,9 @@ class MedusaStudent(TableStudent):
         )
 
     def inputs(self, batch: TextBatch, head: int) -> Float[Tensor, "batch roots inputs"]:
-        """The inputs of a head for every root: the state before it and, with Hydra, the embeddings of the tokens in
-        between."""
+        """The inputs of a head for each root: the state before it, and with Hydra the embeddings of the tokens between
+        root and prediction.
+        """
         length = batch.read.shape[1]
         states = functional.pad(batch.taps[:, :, 0].float(), (0, 0, 1, 0))[:, batch.first_root : length]
         if not self.config.hydra:
@@ -108,7 +109,7 @@ class MedusaStudent(TableStudent):
 class JointMedusaStudent(MedusaStudent):
     """Medusa heads in training together with their target, whose adapters are among the `weights`.
 
-    `layers` are the target's, with fixed float32 weights. There are no taps: the student computes the states itself.
+    `layers` are the target's, with fixed float32 weights. It has no taps, because it computes the states itself.
     """
 
     taps: tuple[int, ...] = ()
@@ -116,7 +117,7 @@ class JointMedusaStudent(MedusaStudent):
 
     @classmethod
     def of(cls, heads: MedusaStudent, target: Blueprint, seed: int) -> JointMedusaStudent:
-        """The heads with fresh adapters of the target. Raises UnsupportedModel for a target with experts or sinks."""
+        """The heads with untrained adapters of the target. Raises UnsupportedModel for a target that is not dense."""
         dice, adapters = torch.Generator().manual_seed(seed), {}
         fixed = target_weights(target)
         for name, tensor in fixed.items():
@@ -132,9 +133,9 @@ class JointMedusaStudent(MedusaStudent):
         return cls(**{**of_heads, "taps": (), "weights": weights}, layers=layers)
 
     @property
-    def about(self) -> Mapping[str, Any]:
+    def description(self) -> Mapping[str, Any]:
         """As for the heads, with the rank of the adapters."""
-        return {**super().about, "tuned_rank": RANK}
+        return {**super().description, "tuned_rank": RANK}
 
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         """The logits of every head after every root, and those of the tuned target."""
@@ -172,14 +173,14 @@ def make_medusa(target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
 
 
 def check_free(folder: Path, heads: Path) -> None:
-    """Raise if the folder for a tuned target is the heads', or holds anything but the tuned target of these heads."""
+    """Raise if the folder for a tuned target is that of the heads, or contains something else than their target."""
     if folder.resolve() == heads.resolve():
-        raise InvalidRequest("tune_target", f"{folder} is where the heads go: name another folder.")
+        raise InvalidRequest("tune_target", f"{folder} is the folder of the heads: name another folder.")
     if not folder.exists() or (folder.is_dir() and not names_in(folder)):
         return
     config = folder / "config.json"
-    made = read_fields(config).values.get(TUNED) if config.is_file() else None
-    if made != str(heads.resolve()):
+    tuned_for = read_fields(config).values.get(TUNED) if config.is_file() else None
+    if tuned_for != str(heads.resolve()):
         raise FolderTaken(f"{folder} is not the tuned target of {heads}: name another folder with --tune-target")
 
 

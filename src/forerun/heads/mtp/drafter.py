@@ -94,7 +94,7 @@ class MtpDecoder(StateDecoder):
         if len(self.modules) == 1:  # whole chains in one call need a single module
             first = self.modules[0]
             self.embedding, self.head = first.embedding, first.head
-            self.enters_by(first.entry, None, backend)
+            self.set_entry(first.entry, None, backend)
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total states"] | None = None, **more: Any
@@ -129,7 +129,7 @@ class MtpDecoder(StateDecoder):
         """The normed outputs of one module."""
         parts = self.modules[module]
         embedded = parts.embedding[batch.tokens]
-        return self.read_beside(parts.entry, range(module, module + 1), embedded, states, batch, cache)
+        return self.run_with_states(parts.entry, range(module, module + 1), embedded, states, batch, cache)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
         """Logits in float32 of normed outputs."""

@@ -1,12 +1,12 @@
 """The tensors of MTP modules in a checkpoint, and conversions of modules.
 
-This file determines the number of modules and the shape of their layers, and checks that every tensor of theirs is
-either read or refused by name. `models/mtp_names.py` has the names of their tensors.
+This file determines the number of modules and the shapes of their layers, and checks that each of their tensors is
+either read or refused by name. `models/mtp_names.py` has the names of the tensors.
 
-Conversions know the layouts of Qwen3-Next and of `speculators`. Both compute the same: normed embedding and normed
-state, concatenated in this order; a projection, a layer, a norm. In `speculators` there is one module with a qwen3
-layer, and embedding and head are the target's. In serving, here and in vLLM, the state is the target's after its final
-norm; the package itself leaves that to its caller.
+Modules are converted between the layouts of Qwen3-Next and of `speculators`. The computation is the same in both:
+normed embedding and normed state, concatenated in this order; a projection, a layer, a norm. `speculators` has one
+module with a qwen3 layer, and the target's embedding and head. It leaves the choice of the state to its caller; forerun
+and vLLM use the target's state after the final norm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forerun.heads.layouts import (
     DraftLayout,
     DraftMethod,
     TargetFacts,
-    guess_target,
+    infer_target,
     number_format,
     of_speculators,
     package_config,
@@ -44,18 +44,18 @@ from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, laye
 from forerun.models.weights import Checkpoint
 
 COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names for the number of modules
-SHAPE_KEY = "hidden_size"  # a folder with this key describes its modules' layers; else they are shaped as the target's
-DRAFT_VOCAB = "draft_vocab_size"  # number of tokens of the heads; `d2t` lists their ids
+SHAPE_KEY = "hidden_size"  # a folder with this key describes its modules' layers; else they have the target's shapes
+DRAFT_VOCAB = "draft_vocab_size"  # number of tokens of the heads; `d2t` has their ids
 SIGNS = HeadSigns()
 KIND, COUNT = "mtp", COUNT_KEYS[0]  # the type in speculators, and its key for the number of modules
 
 
 @dataclass(frozen=True, slots=True)
 class MtpTensors:
-    """Names and shapes of all tensors of a checkpoint's modules; `config` is that of their layers.
+    """Names and shapes of all tensors of a checkpoint's modules; `layers` is the configuration of their layers.
 
     `behind` is the target's number of layers. `tables` are embeddings and heads that differ from the target's, and
-    `idle` the tensors that are not read, such as those that equal them.
+    `idle` are the tensors that are not read, such as those equal to the target's.
     """
 
     layers: ModelConfig
@@ -89,14 +89,14 @@ class MtpTensors:
         return shapes
 
     def possible_tables(self) -> dict[str, bool]:
-        """The names of possible embeddings and heads of modules, and whether each is a head."""
+        """The names under which modules may store embeddings and heads, and whether each is a head."""
         pairs = ((self.naming.embedding, False), (self.naming.head, True))
         return {
             self.name(m, pattern): is_head for m in range(self.layers.layers) for pattern, is_head in pairs if pattern
         }
 
     def stored_name(self, name: str) -> str:
-        """The name in the checkpoint of a tensor with this name in a decoder."""
+        """The name in the checkpoint of the tensor that a decoder calls `name`."""
         if name == FINAL_NORM:
             return self.name(0, self.naming.norm)
         _, _, layer, rest = name.split(".", 3)
@@ -104,11 +104,10 @@ class MtpTensors:
 
 
 def check_modules(folder: HeadFolder) -> MtpTensors:
-    """The tensors of a checkpoint's modules, all checked by their headers. In a folder of the modules' own, their heads
-    may be over some of the target's tokens only.
+    """Check the tensors of a checkpoint's modules by their headers, and return them.
 
-    Raises ModelError for a checkpoint without modules, and for tensors that are missing, have another shape, or are
-    unknown, so that no weight is ignored.
+    In a folder of modules alone, the heads may be over a part of the target's tokens. Raises ModelError for a
+    checkpoint without modules, and for tensors that are missing, unknown or of another shape.
     """
     checkpoint, target = folder.checkpoint, folder.target
     modules = find_modules(checkpoint.stored, target.config.layers)
@@ -124,7 +123,7 @@ def check_modules(folder: HeadFolder) -> MtpTensors:
 
 
 def layer_config(folder: HeadFolder, naming: MtpNaming) -> ModelConfig:
-    """The configuration of the modules' layers, as many as config.json says, or else as are stored."""
+    """The configuration of the modules' layers; their number is that in config.json, or else that of the tensors."""
     of, fields, checkpoint = folder.target.config, folder.fields, folder.checkpoint
     count = promised_modules(fields) or max(1, naming.count(checkpoint.stored, of.layers))
     whole = of if folder.is_targets else module_config(fields, of, folder.target.name)
@@ -134,8 +133,10 @@ def layer_config(folder: HeadFolder, naming: MtpNaming) -> ModelConfig:
 
 
 def module_config(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
-    """The configuration that a folder of modules gives for its layers; the target's (`of`, called `target`) if it gives
-    none. Raises UnsupportedModel for modules of another target."""
+    """The configuration of the layers in a folder of modules; by default that of the target `of`, called `target`.
+
+    Raises UnsupportedModel for modules of another target.
+    """
     if SHAPE_KEY not in fields.values:
         return of
     refuse_sizes(fields, target, hidden_size=of.hidden, vocab_size=of.vocab_size)
@@ -144,7 +145,7 @@ def module_config(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
 
 
 def promised_modules(fields: Fields) -> int:
-    """The number of modules in config.json; 0 if it has none."""
+    """The number of modules in config.json; 0 if it has no such field."""
     return next((fields.whole(key, 0, least=0) for key in COUNT_KEYS if fields.values.get(key) is not None), 0)
 
 
@@ -154,7 +155,7 @@ def no_modules(folder: HeadFolder) -> str:
     if promised:
         return (
             f"{path} has no tensors of MTP modules though its config.json promises {promised}: a conversion dropped "
-            "them; download the original, or name trained modules, as in mtp:DIR"
+            "them; download the original, or name a folder of trained modules, as in mtp:DIR"
         )
     if folder.is_targets:
         example = "mtp:stdlib-mtp" if path == BUNDLED[TARGET] else "mtp:DIR"
@@ -175,15 +176,15 @@ def own_tables(tensors: MtpTensors, checkpoint: Checkpoint, target: Blueprint) -
 
 
 def is_modules(files: DraftFiles) -> bool:
-    """Whether a folder holds modules as Qwen3-Next names them, and nothing else."""
+    """Whether a folder has modules with the names of Qwen3-Next, and nothing else."""
     return QWEN.projection in files.tensors and all(name.startswith(QWEN.prefix) for name in files.tensors)
 
 
 def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
-    """A module of `speculators`. Raises UnsupportedModel for layers of other families than qwen3."""
+    """Convert a module from the layout of `speculators`. Raises UnsupportedModel for layers other than qwen3's."""
     fields, layer = files.fields, files.fields.inside(LAYER_CONFIG)
     if layer.values.get("model_type") != "qwen3":
-        raise layer.refuse("model_type", "a module of speculators is read if its layer is qwen3's: use another")
+        raise layer.refuse("model_type", "the layer of a module of speculators must be qwen3's: use another drafter")
     config = {key: value for key, value in layer.values.items() if key not in ("layer_types", "max_window_layers")}
     config |= {"num_hidden_layers": 1, COUNT_KEYS[-1]: fields.whole(COUNT, 1), "dtype": number_format(fields)}
     if files.config.get(KEPT) is not None:
@@ -192,14 +193,14 @@ def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
 
 
 def converted_modules(fields: Fields, _stored: Collection[str], of: ModelConfig, target: str) -> MtpTensors:
-    """The modules, as Qwen3-Next names them, that these fields describe."""
+    """The tensors of the modules that these fields describe, with the names of Qwen3-Next."""
     count, config = promised_modules(fields) or 1, module_config(fields, of, target)
     config = replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
     return MtpTensors(config, QWEN, 0, config.vocab_size)
 
 
 def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
-    """The module as `speculators` saves it. Raises UnsupportedModel for what it cannot express."""
+    """Convert a module to the layout of `speculators`. Raises UnsupportedModel for one that the layout cannot store."""
     fields, config = files.fields, MTP.meaning(files, target).layers
     refused = {
         COUNT_KEYS[-1]: (config.layers != 1, "speculators has one module"),
@@ -209,12 +210,12 @@ def write_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     refuse_fields(fields, refused, "use another drafter, such as `forerun train mtp --portable` writes")
     layer = package_layer(files.config, config, *COUNT_KEYS, "use_sliding_window") | {"model_type": "qwen3"}
     if target is not None:
-        layer["num_hidden_layers"] = target.config.layers  # by which the package finds the state that it reads
+        layer["num_hidden_layers"] = target.config.layers  # selects the state that speculators reads
     values = {"architectures": ["MTPDraftModel"], LAYER_CONFIG: layer, COUNT: 1}
     return replace(files.renamed(QWEN.names_in(PACKAGE)), config=package_config(fields, target, KIND, values))
 
 
-MTP = DraftMethod("MTP module", "mtp", converted_modules, guess_target("llama"))
+MTP = DraftMethod("MTP module", "mtp", converted_modules, infer_target("llama"))
 LAYOUTS = (
     DraftLayout(
         "speculators",

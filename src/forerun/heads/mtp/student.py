@@ -1,10 +1,10 @@
 """Training an MTP module: one layer on the target's last state, reused for every draft token (FastMTP, 2509.18362).
 
-At the first step every position reads the text's token there with the target's state before it, after the final norm.
-At each further step the draft from every root is one token longer, and the module reads the text's next token with its
-own output of the step before. So it learns to continue from its own outputs, as in serving, which modules trained for a
-single token cannot. Early steps weigh more, because drafts seldom reach the late ones. Embedding, head and target are
-not trained. The result is a folder for `--draft mtp:DIR`, in the layout of Qwen3-Next.
+At the first step each position reads the text's token there with the target's state before it, after the final norm. At
+each further step the draft from every root is one token longer, and the module reads the text's next token with its own
+output of the step before. So it learns to continue from its own outputs, as it must when drafting; modules trained for
+a single token do not. Early steps have greater loss weights, because drafts seldom reach late ones. Embedding, head and
+target are not trained. The result is a folder for `--draft mtp:DIR`, in the layout of Qwen3-Next.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from forerun.models.projections import ADDING
 
 STEPS = 4  # depth of the drafts in training
 DEPTH_WEIGHT = 0.6  # loss weight of a step, relative to the step before
-LEAST_GAIN = 0.05  # smaller gains of the target's final norm are not divided by
-LEAST_ROWS = 4  # answer tokens for each input of the projection, below which there is no fit
-RIDGE = 1e-3  # of the fit, relative to the mean square of the inputs
+LEAST_GAIN = 0.05  # gains of the target's final norm below this are treated as 1 when dividing by them
+LEAST_ROWS = 4  # answer tokens per input of the projection that the fit needs
+RIDGE = 1e-3  # regularization of the fit, relative to the mean square of the inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class MtpStudent(DraftedStudent):
 
     @classmethod
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MtpStudent:
-        """A module shaped like the target's layers, with `mlp` neurons if given, whose initial output is its state.
+        """An untrained module with the shapes of the target's layers; its initial output is close to its state input.
 
-        A portable one norms queries and keys, as modules of `speculators` do.
+        A portable module norms queries and keys, as those of `speculators` do.
         """
         sizes.only(cls.kind, "mlp", "portable", "draft_vocab")
         of, num_ids = target.config, sizes.draft_vocab
@@ -68,14 +68,14 @@ class MtpStudent(DraftedStudent):
         gain = tables.norm.cpu()
         weights[QWEN.norm] = gain
         weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / safe(gain))
-        return cls.begun(target, values, weights, tables=tables, config=config)
+        return cls.untrained(target, values, weights, tables=tables, config=config)
 
     @torch.no_grad()
     def fit(self, texts: Sequence[TargetText]) -> None:
-        """Initialize the projection by ridge regression from a token and the state before it to the target's state
-        after the token, and let the layer add nothing.
+        """Initialize the projection by ridge regression, and the layer so that it adds nothing.
 
-        The states are those after the final norm, without its gains. Does nothing if the answers have too few tokens.
+        The regression predicts the target's state at a token from the token's embedding and the state before it; the
+        states are those after the final norm, divided by its gains. Does nothing for too few answer tokens.
         """
         size = 2 * self.config.hidden
         if sum(len(text.roots) for text in texts) < LEAST_ROWS * size:
@@ -106,7 +106,7 @@ class MtpStudent(DraftedStudent):
     def entry(
         self, embedded: Float[Tensor, "batch places hidden"], states: Float[Tensor, "batch places hidden"]
     ) -> tuple[Float[Tensor, "batch places hidden"], None]:
-        """Embedding and state are normed and mapped to the stream."""
+        """The stream is the projection of the normed embedding and the normed state."""
         return functional.linear(self.joined(embedded, states), self.weights[QWEN.projection]), None
 
     def output(self, x: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places hidden"]:
@@ -114,5 +114,5 @@ class MtpStudent(DraftedStudent):
 
 
 def safe(gain: Float[Tensor, " hidden"]) -> Float[Tensor, " hidden"]:
-    """The gains, with 1 in place of those too small to divide by."""
+    """The gains as divisors: those below LEAST_GAIN are replaced by 1."""
     return torch.where(gain.abs() < LEAST_GAIN, 1.0, gain)
