@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from benchmarks.options import option, options_of
 
-from forerun.cache.beginnings import Beginning, LiveText, begin_row
+from forerun.cache.shared_prefix import CachedPrefix, CachedText, start_row
 from forerun.commands.widening import read_amount
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
@@ -157,7 +157,7 @@ def copies(sides: Sides) -> None:
                 runner.keep([0], [range(min(512, length - first))])
             read_s = time.perf_counter()
             runner.retire(0, text, "")
-            begin_row(runner.cache, LiveText(1, "", text), Beginning(length))
+            start_row(runner.cache, CachedText(1, "", text), CachedPrefix(length))
             for spent, own in zip((read_s - started_s, time.perf_counter() - read_s), times, strict=True):
                 own.append(spent)
         read.append(statistics.median(times[0][1:]))

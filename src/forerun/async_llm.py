@@ -150,7 +150,7 @@ class AsyncLLM:
                 news = await outbox.news.get()
                 if isinstance(news, BaseException):
                     raise news
-                if reader.takes(news):
+                if reader.accepts(news):
                     yield news
         finally:
             self.part(key)
@@ -165,7 +165,7 @@ class AsyncLLM:
         """Cancel the unfinished requests of an outbox, and remove it."""
         outbox = self.outboxes.pop(key, None)
         if outbox is not None:
-            self.llm.driver.jobs.append(self.llm.driver.cancelling(outbox.request_ids))
+            self.llm.driver.jobs.append(self.llm.driver.cancel_job(outbox.request_ids))
             self.bell.put(None)
 
     def run(self) -> None:

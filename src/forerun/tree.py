@@ -1,8 +1,7 @@
-"""DraftTree: the draft trees of a batch, the value that draft, verify and accept exchange; HostTree: one row on the
-host.
+"""DraftTree: the draft trees of a batch, which draft, verify and accept exchange; HostTree: one of them on the host.
 
-This file decides the layout of draft tokens: one token tree per sequence, as two integer tensors. Masks, depths,
-positions and paths are all derived from them here.
+There is one token tree per sequence, stored as two integer tensors, tokens and parents. Masks, depths, positions and
+paths are all derived from these two.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class DraftLaw:
     """The laws (distributions) that draft tokens were sampled from, packed.
 
     `row[b, i]` is the row of `probs` that the *children* of node i were sampled from, without replacement and in
-    sibling order; -1 if they were not sampled. `ids` gives the token ids of the columns if the support is not the whole
-    vocabulary.
+    sibling order; -1 if they were not sampled. `ids` are the token ids of the columns; None if there is a column for
+    every token of the vocabulary.
     """
 
     row: Int[Tensor, "batch nodes"]
@@ -50,11 +49,11 @@ class HostTree:
     If only a device knows the draft tokens, all tokens are -1, and a node may turn out to be padding. `columns` are the
     nodes' columns in the DraftTree; empty if they equal the node numbers.
 
-    Optional, by node number: `survival`, the drafter's P(path accepted), 1 at the root; `law_rows`, the row of
-    `DraftLaw` that its children were sampled from. By column of the DraftTree: `drafters`, the member of a mix that
-    proposed it, and at the root the one that drafted the row, -1 for none. With a grammar: `cut` are the draft tokens
-    that it removed, each as (its parent's number, -1 if removed too; its column); `forced`: all draft tokens are forced
-    by the grammar.
+    Optional, by node number: `survival`, the drafter's estimate of P(path to the node accepted), 1 at the root;
+    `law_rows`, the row of `DraftLaw` that its children were sampled from. By column of the DraftTree: `drafters`, the
+    member of a mix that drafted the node, -1 for none; at the root, the member that drafted the sequence. With a
+    grammar: `cut`, the draft tokens that it removed, each as (number of its parent, or -1 if that was removed too; its
+    column); `forced`: all draft tokens are forced by the grammar.
     """
 
     tokens: list[int]
@@ -72,9 +71,9 @@ class HostTree:
         return cls([root], [-1], survival=[1.0])
 
     @classmethod
-    def unseen(cls, num_guesses: int) -> HostTree:
+    def unseen(cls, num_drafted: int) -> HostTree:
         """A chain whose tokens only a device knows yet."""
-        return cls([-1] * (1 + num_guesses), [*range(-1, num_guesses)])
+        return cls([-1] * (1 + num_drafted), [*range(-1, num_drafted)])
 
     @classmethod
     def in_columns(cls, columns: Sequence[int], parents: list[int], tokens: list[int]) -> HostTree:
@@ -91,17 +90,17 @@ class HostTree:
 
     @property
     def bare(self) -> bool:
-        """Whether it is a root alone, with nothing removed, as in plain decoding."""
+        """Whether the tree is a root alone as in plain decoding, and nothing was removed from it."""
         return len(self.tokens) == 1 and not self.cut and not self.drafters
 
     @property
-    def num_guesses(self) -> int:
-        """Number of nodes with a draft token."""
+    def num_drafted(self) -> int:
+        """Number of draft tokens."""
         return len(self.tokens) - 1 - self.tokens.count(-1)
 
     @property
     def branches(self) -> bool:
-        """Whether it is a tree and not a chain."""
+        """Whether the tree is not a chain."""
         return self.parents != [*range(-1, len(self.parents) - 1)]
 
     def add(self, token: int, parent: int, survival: float) -> int:
@@ -131,7 +130,7 @@ class HostTree:
         return max(self.depths())
 
     def paths(self) -> list[tuple[int, ...]]:
-        """For each node the draft tokens from the root down to it."""
+        """For each node the draft tokens from below the root down to it."""
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
             paths.append((*paths[parent], token))
@@ -141,8 +140,8 @@ class HostTree:
         """The node numbers of these columns."""
         return [self.columns.index(column) for column in columns] if self.columns else columns
 
-    def some(self, nodes: Sequence[int]) -> HostTree:
-        """The subtree of these nodes, which include the root and the parent of each node; renumbered."""
+    def subtree(self, nodes: Sequence[int]) -> HostTree:
+        """The tree of these nodes, renumbered; they must include the root and the parent of each node."""
         number = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return replace(
             self,
@@ -154,26 +153,25 @@ class HostTree:
         )
 
     def with_tokens(self, tokens: Sequence[int]) -> HostTree:
-        """A copy with tokens, given by column; a node without a token (-1) gets no parent."""
-        drawn, above = [tokens[column] for column in self.places], self.parents
-        if min(drawn) < 0:
-            above = [parent if token >= 0 else -1 for parent, token in zip(above, drawn, strict=True)]
-        return HostTree(drawn, above, self.columns, self.survival, self.law_rows, self.drafters, self.cut, self.forced)
+        """A copy with these tokens, by column of the DraftTree; nodes with token -1 are padding, without a parent."""
+        new, parents = [tokens[column] for column in self.places], self.parents
+        if min(new) < 0:
+            parents = [parent if token >= 0 else -1 for parent, token in zip(parents, new, strict=True)]
+        return HostTree(new, parents, self.columns, self.survival, self.law_rows, self.drafters, self.cut, self.forced)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """The draft trees of a batch, one per sequence.
 
-    Node 0 is the root: the sequence's last token (of the prompt, or sampled), not yet read by the target.
+    Node 0 is the root: the sequence's last token (of the prompt, or sampled), which the target has not read.
     `parents[:, i] < i`; -1 marks the root and padding, and padding has token -1. Siblings have distinct tokens, in the
-    order in which they were drawn. A chain of k tokens is parents = [-1, 0, 1, ..., k-1]: chains are not a special
-    case.
+    order in which they were drawn. A chain of k tokens has parents [-1, 0, 1, ..., k-1]: chains are no special case.
 
-    `depth` (longest path, in edges) and `width` (most children of one node) are upper bounds known to the host, so that
-    walking never synchronises; `widths` are those of each row, fixed before sampling. `q` None: the draft tokens are
-    judged by `follow`, in every verification mode. `known` is the host's copy of the nodes that the target reads, also
-    for trees on a device. `sound`: chains that a runner generated (`drawn`), unchanged; they are not checked again.
+    `depth` (longest path, in edges) and `width` (most children of one node) are upper bounds that the host knows
+    without synchronising; `widths` are the widths of each row, fixed before sampling. If `q` is None, the draft tokens
+    are judged by `follow`, in every verification mode. `known` is the host's copy of the nodes that the target reads,
+    also for trees on a device. `sound`: unchanged chains of a runner (`drawn`), which need no check.
     """
 
     tokens: Int[Tensor, "batch nodes"]
@@ -183,7 +181,7 @@ class DraftTree:
     q: DraftLaw | None = None
     known: Sequence[HostTree] | None = None
     widths: Sequence[int] | None = None
-    sound: bool = field(default=False, init=False)  # so `replace` gives trees that are looked through
+    sound: bool = field(default=False, init=False)  # so that trees made by `replace` are checked
 
     @classmethod
     def drawn(cls, nodes: Int[Tensor, "2 batch nodes"], known: Sequence[HostTree]) -> DraftTree:
@@ -205,26 +203,25 @@ class DraftTree:
 
     @classmethod
     def chains(
-        cls, roots: Int[Tensor, " batch"], guesses: Int[Tensor, "batch depth"], q: DraftLaw | None = None
+        cls, roots: Int[Tensor, " batch"], draft_tokens: Int[Tensor, "batch depth"], q: DraftLaw | None = None
     ) -> DraftTree:
-        """One chain per sequence; -1 in `guesses` ends a chain."""
-        batch, depth = guesses.shape
-        alive = (guesses >= 0).long().cumprod(1)
-        guesses = torch.where(alive.bool(), guesses, -1)
-        steps = torch.arange(depth, device=guesses.device).expand(batch, depth)
-        parents = torch.where(alive.bool(), steps, -1)
-        tokens = torch.cat([roots[:, None], guesses], dim=1)
+        """One chain per sequence; a chain ends before the first draft token that is -1."""
+        batch, depth = draft_tokens.shape
+        in_chain = (draft_tokens >= 0).long().cumprod(1).bool()
+        steps = torch.arange(depth, device=draft_tokens.device).expand(batch, depth)
+        parents = torch.where(in_chain, steps, -1)
+        tokens = torch.cat([roots[:, None], torch.where(in_chain, draft_tokens, -1)], dim=1)
         return cls(tokens, torch.cat([torch.full_like(roots, -1)[:, None], parents], dim=1), depth=depth, q=q)
 
     @classmethod
     def of_texts(cls, texts: Sequence[Sequence[int]]) -> DraftTree:
-        """One chain per sequence from token lists, the root first: for drafters that work on the host."""
+        """One chain per sequence, from lists of its tokens, the root first; for drafters that work on the host."""
         parents = padded([range(-1, len(text) - 1) for text in texts])
         return cls(padded(texts), parents, depth=parents.shape[1] - 1)
 
     @classmethod
     def of_hosts(cls, trees: Sequence[HostTree], width: int) -> DraftTree:
-        """A batch of host trees with their node order; no node has more than `width` children."""
+        """The batch of these host trees, with the same node numbers; no node has more than `width` children."""
         tokens, parents = padded([tree.tokens for tree in trees]), padded([tree.parents for tree in trees])
         depth = tokens.shape[1] - 1 if width == 1 else max((tree.depth() for tree in trees), default=0)
         return cls(tokens, parents, depth, width, known=trees)
@@ -281,7 +278,7 @@ class DraftTree:
         """The trees on the host; if they are known to a device only, this waits for it."""
         if self.known is not None:
             return self.known
-        # numpy refuses tensors of a device: where the tree is on the CPU nothing can wait here unseen.
+        # `numpy` raises for tensors of a device, so a tree on the CPU certainly does not wait for one here.
         tokens, parents = (
             t.numpy().tolist() if t.device.type == "cpu" else t.tolist() for t in (self.tokens, self.parents)
         )
@@ -293,11 +290,11 @@ class DraftTree:
         return trees
 
     def fetched(self) -> Sequence[HostTree]:
-        """The host trees with all tokens; waits for the device if the host does not know them."""
+        """The host trees with all tokens; waits for the device if the host does not know the tokens."""
         return (replace(self, known=None) if self.unseen else self).host()
 
     def seen_paths(self) -> list[tuple[int, Sequence[int]]] | None:
-        """(sequence, draft tokens of the path) of every node that is read, in the order of `read_nodes`.
+        """For each node, in the order of `read_nodes`: its row, and the draft tokens of the path to it.
 
         None if the host does not know the draft tokens.
         """
@@ -316,7 +313,7 @@ class DraftTree:
         return replace(self, tokens=tokens, parents=parents, q=self.q and self.q.to(device), known=known)
 
     def read_nodes(self) -> Int[Tensor, " rows"]:
-        """Indices into the flattened tensors of the nodes that the target reads, in order."""
+        """The nodes that the target reads, in order, as indices into the flattened tensors."""
         if self.known is None:
             return self.valid.flatten().nonzero()[:, 0]
         columns = self.tokens.shape[1]
@@ -331,7 +328,7 @@ class DraftTree:
         return replace(self, tokens=self.tokens[index], parents=self.parents[index], q=q, known=None, widths=widths)
 
     def rows_with_law(self) -> Bool[Tensor, " batch"] | None:
-        """Which sequences have a draft token sampled from a declared law; None if the host knows that none has."""
+        """Which rows have a draft token sampled from a declared law; None if the host knows that none has."""
         if self.q is None:
             return None
         law = self.q.row.gather(1, self.parents.clamp_min(0))
@@ -339,15 +336,15 @@ class DraftTree:
         return None if is_cpu(drawn.device) and not drawn.numpy().any() else drawn
 
     def without_law(self) -> DraftTree:
-        """The tree without laws, judged by `follow`; needed if it was pruned after sampling.
+        """The tree without laws, to be judged by `follow`; needed for a tree that was pruned after sampling.
 
-        The host copies known tokens again; which of the unseen ones are read does not change.
+        `known` is dropped, unless only the device knows the tokens.
         """
         return replace(self, q=None, known=self.known if self.unseen else None)
 
 
 def survival_of(trees: Sequence[HostTree]) -> Float[Tensor, "batch nodes"]:
-    """The survival of all nodes of these trees, as in `DraftTree.of_hosts`; 0 at padding."""
+    """The survival of all nodes, laid out as in `DraftTree.of_hosts`; 0 for padding."""
     return padded([tree.survival for tree in trees], 0.0, np.float32)
 
 

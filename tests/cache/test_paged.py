@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from forerun.cache.blocks import OutOfBlocks
 from forerun.cache.paged import PagedCache, fresh_pages
-from forerun.cache.prefix import KeptBlock
+from forerun.cache.prefix import CachedBlock
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCK, KEY_PAD = 2, 2, 3, 4, 8
 IDS, SALTS = st.integers(0, 4), st.sampled_from("ab")
@@ -45,7 +45,7 @@ def check_slots(cache: PagedCache, first: int, tokens: Sequence[int]) -> None:
     assert torch.equal(cache.values[:, :, view], -marks(tokens))
 
 
-def tokens_up_to(kept: KeptBlock) -> list[int]:
+def tokens_up_to(kept: CachedBlock) -> list[int]:
     """The text that a kept block ends."""
     before = [] if kept.parent is None else tokens_up_to(kept.parent)
     return before if kept.parent is None else [*before, *array("i", kept.key)]
@@ -109,7 +109,7 @@ class Oracle:
             check_slots(cache, start, tokens)
             padded = -(-len(tokens) // KEY_PAD) * KEY_PAD
             assert cache.keys[:, :, start : start + padded].shape[2] == padded
-        for kept in cache.kept.order:
+        for kept in cache.prefix_store.order:
             check_slots(cache, kept.block * BLOCK, tokens_up_to(kept)[-BLOCK:])
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.cache.paged import PagedCache
-from forerun.cache.plan import LEAST_LEN, USUAL_LEN, MemoryPlan, MemoryShares, ModelMemory, size
+from forerun.cache.plan import MIN_AUTO_LEN, USUAL_LEN, MemoryPlan, MemoryShares, ModelMemory, size
 from forerun.errors import NotEnoughMemory
 
 BLOCK, PAD = 4, 8
@@ -181,7 +181,7 @@ def test_a_drafter_has_its_row_wherever_one_fits_beside_a_sequence(asked):
 )
 def test_a_context_that_nobody_set_is_shortened_for_drafters_but_not_below_what_is_usual(asked):
     limit = asked["target"].max_positions
-    lengths = [limit // 2**i for i in range(6) if i == 0 or limit // 2 ** (i - 1) >= 2 * LEAST_LEN]
+    lengths = [limit // 2**i for i in range(6) if i == 0 or limit // 2 ** (i - 1) >= 2 * MIN_AUTO_LEN]
     plans = {length: found(**asked, max_model_len=length) for length in lengths}
     served = [length for length in lengths if plans[length] is not None]
     full = [n for n in served if all(t >= min(n, 20_000) for t in plans[n].drafter_cache_tokens.values())]
@@ -284,7 +284,7 @@ def test_lines_for_the_reader():
         assert told[3] == f"past answers: {line}"
     one = 1_090_000_000 + (2048 + 512) * 49_152
     none = plan_memory(**asked, budget_bytes=one, remembered_bytes={"past answers": 256 << 20})
-    assert none.lines()[3] == "past answers: no memory left, none are kept"
+    assert none.lines()[3] == "past answers: no memory left, none are stored"
 
 
 @pytest.mark.parametrize(

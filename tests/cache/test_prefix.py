@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_paged import check_slots, make_cache, marks
 
-from forerun.cache.beginnings import LEAST_SHARED, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.paged import PagedCache
 from forerun.cache.prefix import PrefixStore
+from forerun.cache.shared_prefix import MIN_SHARED_TOKENS, CachedText, longest_prefix, num_shared, start_row
 
 SIZE = 8  # of blocks
 
@@ -65,7 +65,7 @@ def retired(cache: PagedCache, *texts: Sequence[int], salt: str = "a") -> None:
 
 
 def known(cache: PagedCache, text: Sequence[int], salt: str = "a") -> int:
-    return len(cache.kept.find(text, salt)) * SIZE
+    return len(cache.prefix_store.find(text, salt)) * SIZE
 
 
 def test_only_full_blocks_of_the_same_salt_are_found() -> None:
@@ -77,7 +77,7 @@ def test_only_full_blocks_of_the_same_salt_are_found() -> None:
     assert known(cache, [*text[:20], 0, *text[21:]]) == 16
     assert known(cache, text[8:]) == 0
     assert known(cache, text, "b") == 0
-    assert len(cache.kept) == 3
+    assert len(cache.prefix_store) == 3
     assert cache.num_free_tokens == 200, "what is kept counts as free"
 
 
@@ -87,7 +87,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
     first = list(range(24))
     second, third = [*first[:8], *range(100, 116)], [*first[:8], *range(200, 216)]
     retired(cache, first, second, third)
-    assert len(cache.kept) == 7
+    assert len(cache.prefix_store) == 7
     cache.adopt(50, first, "a")  # used again, so the second is now the oldest
     cache.release([50])
     order = [(known(cache, first), known(cache, second), known(cache, third))]
@@ -107,10 +107,10 @@ def test_nothing_is_given_up_while_there_is_room(lengths: list[int], seed: int) 
     for number, length in enumerate(lengths):
         retired(cache, [number, *range(length * SIZE - 1)])
     for _ in range(6):
-        before, count = len(cache.kept), rng.randint(1, 40)
+        before, count = len(cache.prefix_store), rng.randint(1, 40)
         cache.reserve([7], [count * SIZE])
         cache.check()
-        assert len(cache.kept) == min(before, 40 - count)
+        assert len(cache.prefix_store) == min(before, 40 - count)
         cache.release([7])
 
 
@@ -130,7 +130,7 @@ def test_nothing_is_known_after_a_clear_or_of_what_was_wiped() -> None:
     text = list(range(40))
     retired(cache, text)
     cache.clear()
-    assert len(cache.kept) == 0
+    assert len(cache.prefix_store) == 0
     assert not cache.keys.any()
     read_on(cache, 1, text)
     cache.release([1])
@@ -149,12 +149,12 @@ def test_the_longest_beginning_is_taken_and_short_ones_are_not() -> None:
     text = [*range(60)]
     retired(cache, text[:32])
     read_on(cache, 1, text[:45])
-    live = [LiveText(1, "a", text[:45]), LiveText(2, "a", text), LiveText(3, "b", text)]
-    beginning = longest_beginning(cache, text, "a", live)
+    live = [CachedText(1, "a", text[:45]), CachedText(2, "a", text), CachedText(3, "b", text)]
+    beginning = longest_prefix(cache, text, "a", live)
     assert (beginning.num_tokens, beginning.source) == (45, 1)
-    assert begin_row(cache, LiveText(2, "a", text), beginning) == cache.length(2) == 45
+    assert start_row(cache, CachedText(2, "a", text), beginning) == cache.length(2) == 45
     check_slots(cache, cache.start(2), text[:45])
-    assert longest_beginning(cache, text, "a", []).num_tokens == 32
-    assert longest_beginning(cache, text, "b", live).num_tokens == 0
-    assert longest_beginning(cache, text, None, [LiveText(1, None, text)]).num_tokens == 0
-    assert longest_beginning(cache, [*text[: LEAST_SHARED - 1], 77, 78, 79], "a", live).num_tokens == 0
+    assert longest_prefix(cache, text, "a", []).num_tokens == 32
+    assert longest_prefix(cache, text, "b", live).num_tokens == 0
+    assert longest_prefix(cache, text, None, [CachedText(1, None, text)]).num_tokens == 0
+    assert longest_prefix(cache, [*text[: MIN_SHARED_TOKENS - 1], 77, 78, 79], "a", live).num_tokens == 0

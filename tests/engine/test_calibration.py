@@ -12,7 +12,7 @@ import pytest
 
 from forerun import LLM, SamplingParams, Speculation
 from forerun.accept import outcome
-from forerun.accept.outcome import LEAST_MEASURED
+from forerun.accept.outcome import MIN_GAIN_TOKENS
 from forerun.control.kept_costs import as_json, from_json
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.many import mix
@@ -283,7 +283,7 @@ def test_results_and_stats_tell_the_gain() -> None:
 
 def test_a_few_tokens_tell_no_gain() -> None:
     """What the first rounds take, with nothing in the caches, would be told as a loss."""
-    params = SamplingParams(temperature=0.7, max_tokens=LEAST_MEASURED // 2, seed=3, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, max_tokens=MIN_GAIN_TOKENS // 2, seed=3, ignore_eos=True)
     llm = started(f"model:{SMALL}")
     (answer,) = llm.generate(PROMPTS[0], params)
     assert answer.metrics.pace.plain_s > 0

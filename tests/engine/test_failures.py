@@ -124,7 +124,7 @@ def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(owner, name, fault.after(call) if late else fault.before(call))
 
 
-ROUND = ["plan", "draft", "read", "accept", "runner.read", "runner.keep", "verify", "delta", "active.settle"]
+ROUND = ["plan", "draft", "run_target", "accept", "runner.read", "runner.keep", "verify", "delta", "active.settle"]
 DRAFTING = [f"drafter.{name}" for name in ("propose", "observe", "forget", "outlook")]
 CONTROLLING = [f"controller.{name}" for name in ("budgets", "admit", "record")]
 

@@ -124,12 +124,12 @@ def test_no_tenant_finds_what_another_said(bench_of: Callable[[str], Bench]) -> 
             engine.submit(requests.sequences(Request.of(SYSTEM, SamplingParams(max_tokens=3), None, tenant))[0])
         run(engine)
     assert engine.stats.num_prefix_hits == 0
-    kept = len(engine.runner.cache.kept)
+    kept = len(engine.runner.cache.prefix_store)
     (nobody,) = requests.sequences(Request.of(story(150, 9), SamplingParams(max_tokens=3)))
     nobody.tenant = None
     engine.submit(nobody)
     run(engine)
-    assert len(engine.runner.cache.kept) == kept
+    assert len(engine.runner.cache.prefix_store) == kept
 
 
 def test_nothing_is_kept_where_it_is_off(bench_of: Callable[[str], Bench]) -> None:
@@ -142,8 +142,8 @@ def test_nothing_is_kept_where_it_is_off(bench_of: Callable[[str], Bench]) -> No
         run(engine)
     assert (engine.stats.num_prefix_queries, engine.stats.prefix_hit_rate) == (0, None)
     assert engine.stats.num_prompt_tokens == 4 * 149
-    assert not len(engine.runner.cache.kept)
-    assert not len(drafter.runner.cache.kept)
+    assert not len(engine.runner.cache.prefix_store)
+    assert not len(drafter.runner.cache.prefix_store)
 
 
 @pytest.mark.parametrize("name", ["model:stories280k", "eagle", "early-exit:adapted"])

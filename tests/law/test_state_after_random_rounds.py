@@ -141,7 +141,7 @@ def assert_kept_blocks_are_right(traffic: Rounds) -> None:
     bench, (_, model) = traffic.bench, traffic.members
     for runner in (traffic.engine.runner, model.runner):
         cache, size = runner.cache, runner.cache.blocks.block_size
-        for kept in cache.kept.order:
+        for kept in cache.prefix_store.order:
             chain = [kept]
             while chain[0].parent is not None and chain[0].parent.parent is not None:
                 chain.insert(0, chain[0].parent)
@@ -203,7 +203,7 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
             traffic.round()
         check_texts(traffic)
         if number % 50 in (0, 49):
-            traffic.engine.tell_drafter()  # which waits while nothing is drafted
+            traffic.engine.notify_drafter()  # which waits while nothing is drafted
         if number % 50 == 0:
             check_caches(traffic)
             check_index(traffic)
@@ -215,7 +215,7 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
         if number == num_rounds // 2:
             check_drafters(traffic)  # what is built for comparison has found its place
             assert_kept_blocks_are_right(traffic)
-    traffic.engine.tell_drafter()
+    traffic.engine.notify_drafter()
     check_caches(traffic)
     check_index(traffic)
     assert counted == traffic.engine.stats  # the sums of the rounds

@@ -110,5 +110,5 @@ def test_trees_drawn_without_replacement_and_judged_as_if_with(monkeypatch: pyte
         return RULES["token"](trees(family.q, (-1, -1)), family.p, family.vocab)
 
     assert worst(star) < TOLERANCE
-    monkeypatch.setattr(rules, "_next_draw", lambda q, token: q)
+    monkeypatch.setattr(rules, "_without_replacement", lambda q, token: q)
     assert worst(star) > WRONG

@@ -21,5 +21,5 @@ def first_failure_stops(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
 def joint_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """w_i = min(1, p(x_1..x_i) / q(x_1..x_i)), where the true rule takes the minimum at every step."""
     weights = rules._weights
-    monkeypatch.setattr(rules, "_carry", lambda numerator, denominator: numerator / denominator)
+    monkeypatch.setattr(rules, "_min_ratio", lambda numerator, denominator: numerator / denominator)
     monkeypatch.setattr(rules, "_weights", lambda *args: weights(*args).clamp_max(1))

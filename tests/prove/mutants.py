@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.cache.paged import PagedCache
 from forerun.config import Verification
 from forerun.engine import engine as engine_round
-from forerun.engine.reading import TargetPass
+from forerun.engine.target_pass import TargetPass
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.batch import TokenBatch
 from forerun.models.runner import Read, Runner

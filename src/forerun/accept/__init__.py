@@ -1,1 +1,1 @@
-"""③ Accept: keeps the tokens that the target drew itself, and ends sequences where plain decoding would end them."""
+"""③ Accept: emits the tokens that the target sampled itself, and ends a sequence where plain decoding would end it."""

@@ -24,10 +24,10 @@ from forerun.verify.rules import Verdict
 class Origin(Enum):
     """Where a token came from. Every token is the target's own sample, whatever its origin."""
 
-    TARGET = "target"  # drawn with nothing drafted
+    TARGET = "target"  # sampled where nothing was drafted
     DRAFTED = "drafted"  # drafted and accepted
-    RECOVERED = "recovered"  # drawn where all draft tokens were rejected
-    BONUS = "bonus"  # drawn after a draft that was accepted to its end
+    RECOVERED = "recovered"  # sampled where all draft tokens were rejected
+    BONUS = "bonus"  # sampled after a draft that was accepted to its end
 
     def __repr__(self) -> str:
         return self.value  # short, since results print one for each token
@@ -52,11 +52,11 @@ class Accepted(NamedTuple):
     @property
     def num_drafted(self) -> int:
         """Number of draft tokens, including those that a grammar removed before the pass."""
-        return self.tree.num_guesses + len(self.tree.cut)
+        return self.tree.num_drafted + len(self.tree.cut)
 
     @property
     def offered(self) -> int:
-        """Number of depths at which a draft token was judged: `length`, plus one if the walk ended at a rejection."""
+        """Number of depths at which a draft token was judged: `length`, plus one if the path ended in a rejection."""
         last = self.nodes[-1]
         return len(self.nodes) - 1 + (last in self.tree.parents or last in [parent for parent, _ in self.tree.cut])
 
@@ -78,29 +78,33 @@ class Accepted(NamedTuple):
         row = RowOutcome(seq_id, self.num_drafted, self.offered, self.length, num_emitted, num_cut=len(tree.cut))
         if not tree.drafters:
             return row
-        guessed_by = [tree.drafters[column] for column in tree.places]
-        right = Counter(guessed_by[node] for node in self.nodes[1:])
-        guessed = Counter(by for by, token in zip(guessed_by[1:], tree.tokens[1:], strict=True) if token >= 0)
-        guessed.update(tree.drafters[column] for _, column in tree.cut)
-        by_drafter = {drafter: (count, right[drafter]) for drafter, count in guessed.items()}
-        return row._replace(drafter=guessed_by[0], by_drafter=by_drafter)
+        drafted_by = [tree.drafters[column] for column in tree.places]
+        accepted = Counter(drafted_by[node] for node in self.nodes[1:])
+        drafted = Counter(by for by, token in zip(drafted_by[1:], tree.tokens[1:], strict=True) if token >= 0)
+        drafted.update(tree.drafters[column] for _, column in tree.cut)
+        by_drafter = {drafter: (count, accepted[drafter]) for drafter, count in drafted.items()}
+        return row._replace(drafter=drafted_by[0], by_drafter=by_drafter)
 
 
 def accept(
     verdict: Verdict, trees: Sequence[HostTree], drawn: Int[Tensor, "batch nodes"] | None = None
 ) -> list[Accepted]:
-    """Copy the verdict to the host: the round's only synchronisation. `drawn` are draft tokens not known to it yet."""
-    download = None if verdict.ranked is None else Download(verdict.ranked)
-    if verdict.arriving is not None:
-        packed = verdict.arriving.values
+    """Each sequence's accepted run. Copies the verdict to the host, which is the round's only synchronisation.
+
+    `drawn` are the draft tokens by column of the DraftTree, if only the device knows them.
+    """
+    ranked_download = None if verdict.ranked is None else Download(verdict.ranked)
+    if verdict.download is not None:
+        packed = verdict.download.values
     else:
         packed = (verdict.packed if drawn is None else torch.cat([verdict.packed, drawn], dim=1)).tolist()
-    ranked = [] if download is None else download.values
-    runs, first, width = [], 0, 0 if drawn is None else verdict.path.shape[1]
+    ranked = [] if ranked_download is None else ranked_download.values
+    runs, first = [], 0
+    path_columns = 0 if drawn is None else verdict.path.shape[1]
     for (length, next_token, *rest), tree in zip(packed, trees, strict=True):
-        whole = tree if drawn is None else tree.with_tokens(rest[width:])
-        nodes = whole.numbers(rest[: length + 1])
-        tokens = [whole.tokens[node] for node in nodes[1:]] + [next_token]
-        runs.append(Accepted(whole, nodes, tokens, ranked[first : first + len(tree.tokens)]))
+        known = tree if drawn is None else tree.with_tokens(rest[path_columns:])
+        nodes = known.numbers(rest[: length + 1])
+        tokens = [known.tokens[node] for node in nodes[1:]] + [next_token]
+        runs.append(Accepted(known, nodes, tokens, ranked[first : first + len(tree.tokens)]))
         first += len(tree.tokens)
     return runs

@@ -1,4 +1,4 @@
-"""Delta: the new tokens and text of one sequence in a round, as the reader of its answer gets them."""
+"""Delta: the new tokens and text of one sequence in a round, as they are streamed to the client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of text, the origin of its token, and whether that is a special token."""
+    """A piece of text, the origin of its token, and whether this is a special token."""
 
     text: str
     origin: Origin
@@ -25,12 +25,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class DraftDetails:
-    """The draft tokens of one round, in tree order, and where the round's tokens and segments stand in the answer.
+    """The draft tokens of one round, in tree order, and where the round's tokens and segments are in the answer.
 
-    Draft token i is `tokens[i]`; it follows draft token `parents[i]`, or the text so far if that is -1. Accepted ones
-    form a path from the text. `first` is the index of the round's first token in the answer, and `places` has the index
-    of the token of each segment, which may be of an earlier round if text was held back. Recorded only for requests
-    with `draft_details`, since deltas are kept until an answer is complete.
+    Draft token i is `tokens[i]`; its parent is draft token `parents[i]`, or the end of the text if that is -1. The
+    accepted ones form a path. `first` is the index of the round's first token in the answer; `places` has the index of
+    each segment's token, which may be from an earlier round if text was held back. Recorded only for requests with
+    `draft_details`, since deltas are stored until an answer is complete.
     """
 
     tokens: tuple[int, ...]
@@ -72,9 +72,9 @@ class Delta(NamedTuple):
     stop_reason: int | str | None
     outcome: RowOutcome | None = None  # counts of draft tokens
     draft: DraftDetails | None = None
-    error: Exception | None = None  # what ended the request, where it failed; it is raised to the reader
+    error: Exception | None = None  # if the request failed: what is raised to the client
 
     @property
     def text(self) -> str:
-        """The new text, final and shown to the user."""
+        """The new text; it does not change any more."""
         return "".join(segment.text for segment in self.segments)

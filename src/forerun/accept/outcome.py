@@ -1,7 +1,7 @@
-"""Outcome, Counts and Stats: statistics of rounds, by depth.
+"""Outcome, Counts and Stats: the results and times of rounds, and their sums.
 
-This file defines the acceptance rate, the acceptance by depth and the tokens per round. An engine has Stats and a
-request has metrics, both with the same Counts.
+This file defines the acceptance rate, the acceptance by depth and the tokens per round, for an engine (`Stats`) and for
+a request's metrics alike (`Counts`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 
 from forerun.device import Captures, DeviceSpan, pins
 
-LEAST_MEASURED = 16  # tokens; with fewer, a gain would mostly reflect the first rounds
+MIN_GAIN_TOKENS = 16  # over fewer tokens, a speed-up would mostly reflect the first rounds
 
 
 class RowOutcome(NamedTuple):
     """One sequence's round: how many tokens were drafted, judged along the path (`offered`), and accepted.
 
     `offered` is the number of depths at which a draft token was judged: one more than `accepted` after a rejection,
-    else equal. `drafter` is the index of the drafter of a mix that drafted the row, -1 for none; `by_drafter` maps each
-    to its numbers of drafted and accepted tokens. `num_cut` draft tokens were never read, since a grammar forbids them;
-    they count as rejected. `num_forced` tokens were forced by a grammar; they do not count as drafted.
+    else equal. `drafter` is the index of the mix's drafter that drafted the sequence, -1 for none; `by_drafter` maps
+    each drafter to its numbers of drafted and accepted tokens. `num_cut` draft tokens were removed before the pass
+    because a grammar forbids them; they count as rejected. `num_forced` tokens were forced by a grammar; they do not
+    count as drafted.
     """
 
     seq_id: int
@@ -73,12 +74,13 @@ class Outcome:
 
     @property
     def round_s(self) -> float:
-        """Seconds of the whole round."""
+        """Seconds of the round."""
         return self.draft_s + self.pass_s + self.verdict_s
 
 
 class RoundClock:
-    """Measures the parts of a round: started with it, marked when the draft and when the pass have been launched.
+    """Measures drafting, pass and verdict of a round. It starts when it is created; `mark` is called after the draft
+    and after the pass.
 
     On CUDA the marks are events, since a GPU works asynchronously. `times` waits for them.
     """
@@ -92,7 +94,7 @@ class RoundClock:
         self.mark()
 
     def mark(self, ahead: DeviceSpan | None = None) -> None:
-        """Mark that all work of the round so far was launched; `ahead` is the span of a pass launched earlier."""
+        """End the current part of the round; `ahead` is the time span of a pass that was launched in advance."""
         self.ahead = ahead
         self.called_s.append(time.perf_counter())
         if pins(self.device):
@@ -101,16 +103,16 @@ class RoundClock:
             self.events.append(event)
 
     def times(self, draft_pass_s: float) -> tuple[float, float, float, float]:
-        """Seconds of drafting, of the drafters' passes within it, of the target's pass, and of the verdict until now.
+        """Seconds of drafting, of the drafters' passes within it, of the target's pass, and from there until now.
 
-        `draft_pass_s` is the time that the calls of the drafters' passes took.
+        `draft_pass_s` is the host's time in calls of the drafters' passes; a GPU's time beyond the host's is added.
         """
         draft_s, pass_s = (later - each for each, later in pairwise(self.called_s))
         if self.events:
             self.events[-1].synchronize()
-            drafting_s = draft_s
+            host_s = draft_s
             draft_s, pass_s = (each.elapsed_time(later) / 1000 for each, later in pairwise(self.events))
-            draft_pass_s += max(0.0, draft_s - drafting_s)
+            draft_pass_s += max(0.0, draft_s - host_s)
         if self.ahead is not None:
             pass_s = self.ahead.taken_s
         return draft_s, draft_pass_s, pass_s, max(0.0, time.perf_counter() - self.called_s[0] - draft_s - pass_s)
@@ -125,7 +127,7 @@ class RoundClock:
 class DrafterStats:
     """Counters of one drafter of a mix: rounds in which it drafted a sequence, and its draft tokens.
 
-    Draft tokens of a merged tree count for the member that proposed them first; MERGED has rounds only.
+    A draft token of a merged tree counts for the member that drafted it first; MERGED has rounds only.
     """
 
     num_rounds: int = 0
@@ -154,7 +156,7 @@ class LiveGain:
     @property
     def gain(self) -> float | None:
         """The speed-up over plain decoding; None if too little was measured."""
-        known = self.round_s and self.plain_s and self.num_tokens >= LEAST_MEASURED
+        known = self.round_s and self.plain_s and self.num_tokens >= MIN_GAIN_TOKENS
         return self.plain_s / self.round_s if known else None
 
 
@@ -207,29 +209,27 @@ class Counts:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted; None where nothing was drafted."""
+        """Accepted over drafted tokens; None if nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
     def acceptance_at_depth(self) -> tuple[float, ...]:
-        """P(depth j accepted | depth j - 1 accepted, and a draft token there), from depth 1."""
+        """P(depth j accepted | depth j - 1 accepted and a draft token at depth j), from depth 1."""
         return tuple(a / o for a, o in zip(self.accepted_at_depth, self.offered_at_depth, strict=True))
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Accepted + 1, averaged over sequences and rounds, as verified: before a stop cuts the run.
-
-        Forced tokens count too.
-        """
+        """Accepted tokens + 1, averaged over sequences and rounds; tokens after a stop and forced tokens count too."""
         num_known = self.num_accepted + self.num_forced
         return (num_known + self.num_rounds) / self.num_rounds if self.num_rounds else None
 
 
 @dataclass(slots=True)
 class Stats(Counts):
-    """Counters of an engine since its start; a round that only reads prompts does not count as a round.
+    """Counters of an engine since its start; a round of prefill only does not count as a round.
 
-    `num_prompt_tokens` were read, `num_prefix_queries` looked up in the prefix cache, `num_prefix_hits` found there.
+    `num_prompt_tokens` were prefilled, `num_prefix_queries` looked up in the prefix cache, `num_prefix_hits` found
+    there.
     """
 
     num_passes: int = 0
@@ -242,11 +242,11 @@ class Stats(Counts):
 
     @property
     def prefix_hit_rate(self) -> float | None:
-        """Prompt tokens found in the prefix cache over those looked up; None if none were."""
+        """Prompt tokens found in the prefix cache over those looked up; None if none were looked up."""
         return self.num_prefix_hits / self.num_prefix_queries if self.num_prefix_queries else None
 
     def record(self, outcome: Outcome) -> None:
-        """Count a round, with all of its rows."""
+        """Count a round and its rows."""
         self.num_passes += 1
         self.num_prompt_tokens += outcome.num_prompt_tokens
         self.num_prefix_queries += outcome.num_queried

@@ -1,4 +1,4 @@
-"""Where a sequence ends: end-of-sequence ids, stop ids, stop strings and limits, inside a run of accepted tokens.
+"""Stop conditions: end-of-sequence ids, stop ids, stop strings and limits, checked inside a run of accepted tokens.
 
 This file decides how many tokens of a run belong to the output and how much text may be shown. A run of several tokens
 ends exactly where it would if the same tokens came one at a time.
@@ -24,7 +24,7 @@ class Stop(NamedTuple):
     """The result of checking a run.
 
     Its first `num_kept` tokens belong to the output, including the one that ends it. `pieces` is the text that can now
-    be shown. `stop_reason` is the id or the string that caused a "stop".
+    be shown. `stop_reason` is the id or string that caused a `finish_reason` of "stop".
     """
 
     num_kept: int
@@ -33,7 +33,7 @@ class Stop(NamedTuple):
     stop_reason: int | str | None = None
 
 
-GOES_ON = Stop(1)
+CONTINUES = Stop(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class StopChecker:
 
     A sequence ends at its first token after which (in this order) the text contains a stop string, the token is an
     end-of-sequence or stop id, the text completes its grammar, or the limit is reached. Ids and strings count only from
-    the token with index `min_tokens` on, which for a string is the token that completes it. Of several stop strings the
-    one completed first wins, the longer if two end together: that depends on the text alone, not on token boundaries.
+    the token with index `min_tokens` on; for a string, this is the token that completes it. Of several stop strings the
+    one completed first wins, or the longer one if two end together, whatever the token boundaries are.
 
-    The text of a special end token is not shown. Text that may start a stop string is held back until that is decided.
-    `limit` is the number of tokens that the context leaves; `prompt` is the text before the output; `shown` are special
-    tokens whose text is shown even if `params` hide them. Without a tokenizer there are no pieces, and stop strings
-    raise InvalidRequest.
+    The text of a special end token is not shown. Text that may be the start of a stop string is held back until this is
+    known. `limit` is the number of tokens left in the context; `prompt` is the text before the output; `shown` are
+    special tokens whose text is shown even if `params` hide them. Without a tokenizer there are no pieces, and stop
+    strings raise InvalidRequest.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StopChecker:
     ) -> None:
         self._stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop)
         if self._stops and tokenizer is None:
-            raise InvalidRequest("stop", f"{self._stops[0]!r} needs a tokenizer: use stop_token_ids, or load one")
+            raise InvalidRequest("stop", f"{self._stops[0]!r} needs a tokenizer: load one, or use stop_token_ids")
         self._include_stop = params.include_stop_str_in_output
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
         self._silent_ids = self._end_ids & (tokenizer.special_ids if tokenizer else frozenset())
@@ -95,29 +95,29 @@ class StopChecker:
         return self._end_ids
 
     def push(self, tokens: Sequence[int], completed_by: int | None = None) -> Stop:
-        """Check the next tokens of the sequence, up to the one that ends it; not to be called after that.
+        """Check the next tokens of the sequence, up to the one that ends it; must not be called after that.
 
-        `completed_by` is the number of them after which the grammar is complete.
+        `completed_by` is the number of tokens after which the grammar is complete.
         """
         assert not self._finished, "tokens were pushed to a sequence that has ended"
         pieces: list[Piece] = []
         for num_kept, token in enumerate(tokens, start=1):
-            end = self._take(token, pieces, num_kept == completed_by)
+            end = self._check(token, pieces, num_kept == completed_by)
             if end.finish_reason is not None:
                 self._finished = True
                 return Stop(num_kept, tuple(pieces), end.finish_reason, end.stop_reason)
         return Stop(len(tokens), tuple(pieces))
 
-    def anew(self, tokens: Sequence[int]) -> StopChecker:
-        """A new checker of the same sequence that has seen these tokens, none of which ended it."""
+    def restarted(self, tokens: Sequence[int]) -> StopChecker:
+        """A new checker of this sequence after the output `tokens`, none of which may end it."""
         fresh = copy(self)
         fresh._decoder = self._decoding() if self._decoding else None
         fresh._held, fresh._num_tokens, fresh._finished = [], 0, False
         fresh.push(tokens)
-        assert not fresh._finished, "a sequence that has ended does not go on"
+        assert not fresh._finished, "a sequence that has ended cannot be continued"
         return fresh
 
-    def _take(self, token: int, pieces: list[Piece], complete: bool) -> Stop:
+    def _check(self, token: int, pieces: list[Piece], complete: bool) -> Stop:
         """Check one token: append the text that can be shown to `pieces`, and return whether the sequence ends."""
         ends = token in self._end_ids and self._num_tokens >= self._min_tokens
         self._num_tokens += 1
@@ -125,15 +125,14 @@ class StopChecker:
         if match is not None:
             pieces += self._cut(match)
             return Stop(1, finish_reason="stop", stop_reason=match.string)
-        full = self._num_tokens >= self._limit
-        if ends or complete or full:
+        if ends or complete or self._num_tokens >= self._limit:
             pieces += self._held
             pieces += self._decoder.close() if self._decoder else ()
             self._held = []
             reason: StopReason = "stop" if ends or complete else "length"
             return Stop(1, finish_reason=reason, stop_reason=token if ends else None)
         pieces += self._release()
-        return GOES_ON
+        return CONTINUES
 
     def _read(self, token: int) -> _Match | None:
         """Decode a token into the held text; returns the stop string that it completes, if any."""
@@ -142,7 +141,7 @@ class StopChecker:
         self._held += self._decoder.feed(token)
         if not self._stops:
             return None
-        # Older undecided text was searched when it came, and a match ends in the newest: the tail is enough.
+        # Earlier undecided text has been searched already, and a new match ends in the newest text: search the tail.
         tail = self._decoder.undecided()[-self._longest :]
         return self._search(self._held + list(tail) if len(tail) < self._longest else tail)
 
@@ -157,7 +156,7 @@ class StopChecker:
         return min(matches, key=lambda match: (match.end, match.start), default=None)
 
     def _cut(self, match: _Match) -> list[Piece]:
-        """All text up to a match, whose offsets count from the end of all text, the undecided included."""
+        """All text up to a match; its offsets count from the end of all text, undecided text included."""
         assert self._decoder is not None, "only a decoder finds stop strings"
         pieces = [*self._held, *self._decoder.undecided()]
         self._held = []
@@ -165,15 +164,15 @@ class StopChecker:
         return _split(pieces, length + (match.end if self._include_stop else match.start))[0]
 
     def _release(self) -> list[Piece]:
-        """Remove from the held text, and return, what can no longer start a stop string."""
+        """Remove the held text that cannot be the start of a stop string, and return it."""
         if not self._stops:
             shown, self._held = self._held, []
             return shown
         text = "".join(piece.text for piece in self._held)
-        shown, self._held = _split(self._held, len(text) - self._num_hopeful(text))
+        shown, self._held = _split(self._held, len(text) - self._num_undecided(text))
         return shown
 
-    def _num_hopeful(self, text: str) -> int:
+    def _num_undecided(self, text: str) -> int:
         """Length of the longest suffix of the text that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]

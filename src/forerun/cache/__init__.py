@@ -1,1 +1,1 @@
-"""Keys and values: which blocks a sequence holds (blocks), the tensors they live in (paged), how much fits (plan)."""
+"""The KV cache: the blocks of each sequence (blocks), their tensors (paged), and how many tokens fit (plan)."""

@@ -1,9 +1,9 @@
 """Blocks: which blocks of the cache belong to which row. Accounting only: no tensors, no tokens.
 
 A row's blocks are one contiguous run, so that attention reads a row as a view and needs no block table. The price is
-that a run may have to move when it grows; the moves are returned as an ordered list for the owner of the tensors. Runs
-are placed with free blocks behind them, and when only fragments are left all runs are respaced at once, each with an
-equal share of the free blocks, so that this happens rarely.
+that a run may have to move when it grows; the moves are returned as an ordered list for the owner of the tensors. To
+make moves rare, runs are placed with free blocks after them; when only fragments are free, all runs are moved apart at
+once, with an equal share of the free blocks after each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class OutOfBlocks(Exception):
-    """More blocks were requested than are free. A signal, not a user's mistake; nothing has changed."""
+    """More blocks were requested than are free; nothing has changed. Callers handle it: users never see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Move:
     count: int
 
     def pieces(self) -> Iterator[Move]:
-        """The move in parts whose own ranges do not overlap, in the order in which they need no temporary."""
+        """The move in parts without overlap, in an order in which no part overwrites the source of a later one."""
         step = min(abs(self.source - self.target), self.count)
         firsts = range(0, self.count, step)
         for first in firsts if self.target < self.source else reversed(firsts):
@@ -50,7 +50,7 @@ class Move:
 class Blocks:
     """`num_blocks` blocks of `block_size` slots, assigned to rows as contiguous runs. Deterministic.
 
-    A row is any integer; a row without blocks is unknown here.
+    Rows are integers; only rows with blocks are stored.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -67,23 +67,23 @@ class Blocks:
         """The blocks of a row; a row without blocks has the empty run at 0."""
         return self.runs.get(row, EMPTY)
 
-    def grow(self, wanted: Mapping[int, int]) -> list[Move]:
-        """Give each row of `wanted` at least that many blocks; unknown rows are placed.
+    def grow(self, num_blocks_of: Mapping[int, int]) -> list[Move]:
+        """Give each row at least `num_blocks_of[row]` blocks; new rows are placed.
 
-        Returns the moves to carry out, in order, before anything is written. Succeeds whenever enough blocks are free,
-        however scattered; otherwise raises OutOfBlocks and changes nothing.
+        Returns the moves that the caller must carry out, in order, before it writes anything. Succeeds whenever enough
+        blocks are free, however scattered; otherwise raises OutOfBlocks and changes nothing.
         """
         self._count_free()
-        grown = {row: count for row, count in wanted.items() if count > self.run(row).count}
-        num_asked = sum(count - self.run(row).count for row, count in grown.items())
-        if num_asked > self.num_free:
-            raise OutOfBlocks(f"{num_asked} more blocks asked for, {self.num_free} free")
+        grown = {row: count for row, count in num_blocks_of.items() if count > self.run(row).count}
+        num_new = sum(count - self.run(row).count for row, count in grown.items())
+        if num_new > self.num_free:
+            raise OutOfBlocks(f"{num_new} more blocks are needed, but only {self.num_free} are free")
         moves = self._place(grown)
         self._count_free()
         return moves
 
     def _place(self, grown: Mapping[int, int]) -> list[Move]:
-        """Give these rows their new numbers of blocks; enough are free in all."""
+        """Give these rows their new numbers of blocks; there are enough free blocks in total."""
         moves: list[Move] = []
         for row, count in grown.items():
             if self._extend(row, count):
@@ -95,7 +95,7 @@ class Blocks:
         return moves
 
     def _count_free(self) -> None:
-        """Recount the blocks of no row, so that one left uncounted by an interrupt is found again."""
+        """Count the free blocks again, since an interrupt may have left the number wrong."""
         self.num_free = self.num_blocks - sum(run.count for run in self.runs.values())
 
     def gaps(self) -> list[BlockRange]:
@@ -108,7 +108,7 @@ class Blocks:
         return [*gaps, BlockRange(end, self.num_blocks - end)] if end < self.num_blocks else gaps
 
     def shrink(self, row: int, count: int) -> None:
-        """Keep the first `count` blocks of a row and free the rest; with 0 the row becomes unknown."""
+        """Keep the first `count` blocks of a row and free the rest; with 0 the row is removed."""
         run = self.run(row)
         assert 0 <= count <= run.count, f"row {row} has {run.count} blocks, not {count} to keep"
         if count:
@@ -122,15 +122,15 @@ class Blocks:
         self.shrink(row, 0)
 
     def clear(self) -> None:
-        """Free all blocks of all rows, whatever the state of the accounts."""
+        """Free all blocks of all rows; works in any state."""
         self.runs.clear()
         self._count_free()
 
     def check(self) -> None:
-        """Assert that runs are not empty, lie inside, do not overlap, and that the free blocks are counted right."""
+        """Assert that runs are not empty, are within the cache, do not overlap, and that `num_free` is right."""
         end = 0
         for row, run in sorted(self.runs.items(), key=lambda item: item[1].start):
-            assert run.count > 0, f"row {row} is known without blocks"
+            assert run.count > 0, f"row {row} is stored without blocks"
             assert run.start >= end, f"row {row} starts at {run.start}, within a run that ends at {end}"
             end = run.end
         assert end <= self.num_blocks, f"a run ends at {end} of {self.num_blocks} blocks"
@@ -138,7 +138,7 @@ class Blocks:
         assert self.num_free == self.num_blocks - used, f"{self.num_free} free, {used} of {self.num_blocks} used"
 
     def _extend(self, row: int, count: int) -> bool:
-        """Grow a row where it is, if the blocks behind it are free."""
+        """Grow a row in place, if the blocks after it are free."""
         run = self.runs.get(row)
         if run is None:
             return False
@@ -149,9 +149,9 @@ class Blocks:
         return True
 
     def _room(self, row: int, count: int) -> int | None:
-        """The best place for `count` blocks of a row: in the largest gap, its own run counted as free.
+        """Where to put `count` blocks of a row: in the largest gap, its own run counted as free. None if none fits.
 
-        The run to the left of the gap will grow too, so half of the rest stays free for it.
+        The run before the gap will grow too, so half of the remaining blocks are left free for it.
         """
         best, best_size = None, count - 1
         end = 0
@@ -164,16 +164,16 @@ class Blocks:
         return best
 
     def _put(self, row: int, run: BlockRange) -> list[Move]:
-        """Record a row's new run and say what has to be copied."""
+        """Set a row's new run; returns the move of its blocks, if they have to be copied."""
         old = self.run(row)
         self.runs[row] = run
         return [Move(old.start, run.start, old.count)] if old.count and old.start != run.start else []
 
     def _respace(self, grown: Mapping[int, int]) -> list[Move]:
-        """Lay out all runs anew in their order, new rows last, with the free blocks shared evenly behind them.
+        """Lay out all runs again in their order, new rows last, with an equal share of the free blocks after each.
 
-        Runs that go left are moved first, leftmost first; then those that go right, rightmost first. As the order of
-        runs does not change, no move then overwrites what a later one reads.
+        Runs that move left are moved first, leftmost first; then those that move right, rightmost first. As the order
+        of runs does not change, no move overwrites blocks that a later one reads.
         """
         new = [row for row in grown if row not in self.runs]
         rows = [*sorted(self.runs, key=lambda row: self.runs[row].start), *new]

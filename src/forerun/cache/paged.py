@@ -1,8 +1,9 @@
 """PagedCache: the KV cache of one model, for many sequences of different lengths.
 
-Tokens of a row up to `length` are committed; those behind it are draft tokens (the *tail*). Only `keep` changes
-`length`. A rejected draft token needs no rollback: it is a tail that was not kept. `blocks.py` decides where rows lie,
-`prefix.py` which blocks of removed rows stay cached, and the runner how draft tokens form trees.
+The first `length` tokens of a row are committed; the tokens after them, its *tail*, are being read and may be draft
+tokens. `keep` commits tokens of the tail. A rejected draft token needs no rollback: it is just not kept. `blocks.py`
+decides where rows are placed, `prefix.py` which blocks of removed rows stay cached, and the runner how draft tokens
+form trees.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from forerun.device import upload
 
 @dataclass(slots=True)
 class Row:
-    """One sequence: its committed tokens, its reserved tail behind them, and the capacity of its blocks in tokens."""
+    """One sequence: its committed tokens, the reserved tail after them, and the capacity of its blocks in tokens."""
 
     length: int = 0
     tail: int = 0
@@ -41,7 +42,7 @@ class Spare:
     block_size: int
 
     def blocks_for(self, seq_id: int, num_tokens: int) -> int:
-        """Number of free blocks that a row needs for `num_tokens` more."""
+        """Number of free blocks that a row needs for `num_tokens` more tokens."""
         return -(-max(0, num_tokens - self.own[seq_id]) // self.block_size)
 
 
@@ -49,8 +50,8 @@ class PagedCache:
     """Keys and values by slot; a sequence's token t is in slot `start(seq_id) + t`, in every layer.
 
     All memory is allocated at construction and zeroed, since masked padding must be finite; on CPUs the system provides
-    a page when it is first written, so a large plan costs nothing until it is used. A view of a row that is rounded up
-    to a multiple of `key_pad` slots stays inside the tensors. Slots that were used before hold stale but finite
+    a page when it is first written, so a large cache takes no memory until it is used. `key_pad` slots at the end are
+    never assigned, so that a row's view may be rounded up to a multiple of `key_pad`. Free slots hold stale but finite
     numbers.
     """
 
@@ -73,7 +74,7 @@ class PagedCache:
         shape = (layers, kv_heads, self.blocks.num_blocks * block_size + key_pad, head_dim)
         self.keys = zeroed(shape, dtype, torch.device(device))
         self.values = zeroed(shape, dtype, torch.device(device))
-        self.kept = PrefixStore(self.blocks, self._move)
+        self.prefix_store = PrefixStore(self.blocks, self._move)
         self._rows: dict[int, Row] = {}
 
     @staticmethod
@@ -94,7 +95,7 @@ class PagedCache:
         return seq_id in self._rows
 
     def start(self, seq_id: int) -> int:
-        """The first slot of a row; may change with every `reserve`. 0 for a row that has no tokens yet."""
+        """The first slot of a row; may change with every `reserve`. 0 for a row without tokens."""
         assert seq_id in self._rows, f"sequence {seq_id} has no row"
         return self.blocks.runs.get(seq_id, EMPTY).start * self.blocks.block_size
 
@@ -103,21 +104,20 @@ class PagedCache:
         return self._row(seq_id).length
 
     def tail(self, seq_id: int) -> int:
-        """Number of tokens reserved behind the committed ones; 0 for an unknown sequence."""
+        """Number of tokens reserved after the committed ones; 0 for an unknown sequence."""
         row = self._rows.get(seq_id)
         return 0 if row is None else row.tail
 
     def reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
-        """Reserve slots for `counts[i]` more tokens behind the tail of each row; unknown ids become new, empty rows.
+        """Reserve slots for `counts[i]` more tokens after the tail of each row; new ids get a row.
 
-        Any row may be moved, committed tokens and tail alike, so call `start` afterwards. After OutOfBlocks nothing has
-        changed, for any row.
+        Any row may be moved with all its tokens, so call `start` afterwards. Raises OutOfBlocks without any change.
         """
-        num_blocks_of = self._wanted(seq_ids, counts)
+        num_blocks_of = self._num_blocks_of(seq_ids, counts)
         if num_blocks_of:
             moves = self.blocks.grow(num_blocks_of)
             taken = [self.blocks.run(seq_id) for seq_id in num_blocks_of]
-            self.kept.make_way([*taken, *(BlockRange(move.target, move.count) for move in moves)], moves)
+            self.prefix_store.clear_blocks([*taken, *(BlockRange(move.target, move.count) for move in moves)], moves)
             self._move(moves)
         for seq_id, count in zip(seq_ids, counts, strict=True):
             self._rows.setdefault(seq_id, Row()).tail += count
@@ -126,23 +126,23 @@ class PagedCache:
 
     def can_reserve(self, seq_ids: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether `reserve` would find enough blocks."""
-        return self._taken(self._wanted(seq_ids, counts)) <= self.blocks.num_free
+        return self._num_added(self._num_blocks_of(seq_ids, counts)) <= self.blocks.num_free
 
     def spare(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Spare:
-        """The free slots after such a `reserve`; `num_blocks` is negative if it would fail."""
-        num_blocks_of, size = self._wanted(seq_ids, counts), self.blocks.block_size
+        """The free slots after `reserve` with these arguments; `num_blocks` is negative if it would fail."""
+        num_blocks_of, size = self._num_blocks_of(seq_ids, counts), self.blocks.block_size
         slots = {}
         for seq_id, count in zip(seq_ids, counts, strict=True):
             row = self._rows.get(seq_id, Row())
             room = num_blocks_of[seq_id] * size if seq_id in num_blocks_of else row.room
             slots[seq_id] = room - row.length - row.tail - count
-        return Spare(slots, self.blocks.num_free - self._taken(num_blocks_of), size)
+        return Spare(slots, self.blocks.num_free - self._num_added(num_blocks_of), size)
 
     def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Commit a path of each row's tail and drop the rest of it.
+        """Commit a path of each row's tail and drop the rest of the tail.
 
-        Row `seq_ids[i]` keeps the tail indices `paths[i]`, which become its next tokens in this order. Tokens that are
-        in place already (chains, prompt chunks) are not copied. Blocks left over are freed.
+        The tokens of row `seq_ids[i]` at the tail indices `paths[i]` become its next tokens, in this order. Tokens that
+        are in place already (chains, prompt chunks) are not copied. Unused blocks are freed.
         """
         sources: list[int] = []
         targets: list[int] = []
@@ -151,9 +151,9 @@ class PagedCache:
             assert len(path) <= row.tail, f"{len(path)} tokens kept of a tail of {row.tail}"
             assert not path or 0 <= min(path) <= max(path) < row.tail, f"{path} leaves a tail of {row.tail}"
             first = self.start(seq_id) + row.length
-            astray = [(node, j) for j, node in enumerate(path) if node != j]
-            sources += [first + node for node, _ in astray]
-            targets += [first + j for _, j in astray]
+            misplaced = [(node, j) for j, node in enumerate(path) if node != j]
+            sources += [first + node for node, _ in misplaced]
+            targets += [first + j for _, j in misplaced]
             self._settle(seq_id, row.length + len(path))
         if sources:
             self.gather_slots(sources, targets)
@@ -173,20 +173,20 @@ class PagedCache:
             self._settle(seq_id, length)
 
     def adopt(self, seq_id: int, tokens: Sequence[int], salt: Hashable) -> int:
-        """Start a row with cached blocks of a text's prefix; returns the number of tokens.
+        """Start a row with the cached blocks of the longest cached prefix of `tokens`; returns its number of tokens.
 
-        `tokens` is the wanted prefix. The row is as `reserve` and `keep` would have left it; if nothing is found there
-        is no row. Raises OutOfBlocks if there are not enough free blocks.
+        The row is as `reserve` and `keep` would have left it; without a cached prefix no row is made. Raises
+        OutOfBlocks if there are not enough free blocks.
         """
         assert seq_id not in self._rows, f"sequence {seq_id} has a row already"
-        chain, size = self.kept.find(tokens, salt), self.blocks.block_size
+        chain, size = self.prefix_store.find(tokens, salt), self.blocks.block_size
         if not chain:
             return 0
-        self.kept.touch(chain)
+        self.prefix_store.touch(chain)
         self.reserve([seq_id], [len(chain) * size])
-        chain = [kept for kept in chain if kept in self.kept]  # the row's own blocks may have cost the last of them
+        chain = [cached for cached in chain if cached in self.prefix_store]  # `reserve` may have evicted the last ones
         start = self.blocks.run(seq_id).start
-        self._move(joined([Move(kept.block, start + i, 1) for i, kept in enumerate(chain)]))
+        self._move(joined([Move(cached.block, start + i, 1) for i, cached in enumerate(chain)]))
         self._settle(seq_id, len(chain) * size)
         if not chain:
             self.release([seq_id])
@@ -194,7 +194,7 @@ class PagedCache:
 
     @torch.inference_mode()
     def fork(self, seq_id: int, source_id: int, num_tokens: int) -> None:
-        """Start a row with a copy of another's first committed tokens. Raises OutOfBlocks if blocks are missing."""
+        """Start a row with a copy of another row's first committed tokens. Raises OutOfBlocks if too few are free."""
         assert seq_id not in self._rows, f"sequence {seq_id} has a row already"
         assert num_tokens <= self._row(source_id).length, f"sequence {source_id} has fewer tokens than {num_tokens}"
         self.reserve([seq_id], [num_tokens])
@@ -211,26 +211,26 @@ class PagedCache:
         assert row.length <= len(tokens), f"sequence {seq_id} has {row.length} tokens, its text {len(tokens)}"
         first, text = self.blocks.run(seq_id).start, tokens[: row.length]
         self.release([seq_id])
-        self.kept.add(text, salt, first)
+        self.prefix_store.add(text, salt, first)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Remove these rows; ids without a row are ignored."""
         for seq_id in seq_ids:
-            self.blocks.free(seq_id)  # also where an interrupt came between a row's blocks and the row
+            self.blocks.free(seq_id)  # even without a row, which an interrupt inside `reserve` may have prevented
             self._rows.pop(seq_id, None)
 
     def clear(self) -> None:
-        """Remove all rows and cached blocks, whatever the state of the accounts, and zero the rows' memory.
+        """Remove all rows and cached blocks, in any state, and zero their memory.
 
-        It may hold NaN, which even masked padding must not.
+        It may hold NaN, which would spread even from masked padding.
         """
         self.wipe(self._rows)
         size = self.blocks.block_size
-        for block in self.kept.at:
+        for block in self.prefix_store.by_block:
             self.zero_slots(block * size, (block + 1) * size)
         self._rows.clear()
         self.blocks.clear()
-        self.kept.clear()
+        self.prefix_store.clear()
 
     @torch.inference_mode()
     def wipe(self, seq_ids: Iterable[int]) -> None:
@@ -243,39 +243,38 @@ class PagedCache:
     def check(self) -> None:
         """Assert that rows and blocks are consistent."""
         self.blocks.check()
-        self.kept.check()
+        self.prefix_store.check()
         size = self.blocks.block_size
         for seq_id, row in self._rows.items():
             held = self.blocks.run(seq_id).count * size
-            assert row.room == held, f"sequence {seq_id} believes in room for {row.room} tokens, it has {held}"
+            assert row.room == held, f"sequence {seq_id} has room for {row.room} tokens, its blocks hold {held}"
             assert min(row.length, row.tail) >= 0, f"sequence {seq_id}: {row}"
             assert held - size < row.length + row.tail <= held, f"sequence {seq_id}: {row} in {held} slots"
-        held_in_all = sum(row.room for row in self._rows.values())
-        free = self.blocks.num_blocks * size - held_in_all
-        assert free == self.num_free_tokens, f"{self.num_free_tokens} tokens free, rows leave {free}"
+        free = self.blocks.num_blocks * size - sum(row.room for row in self._rows.values())
+        assert free == self.num_free_tokens, f"{self.num_free_tokens} slots count as free, rows leave {free}"
 
     def _row(self, seq_id: int) -> Row:
         assert seq_id in self._rows, f"sequence {seq_id} has no row"
         return self._rows[seq_id]
 
-    def _wanted(self, seq_ids: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
-        """Blocks per row, for those whose last block has no room for `counts[i]` more tokens."""
-        assert len(set(seq_ids)) == len(seq_ids) == len(counts), "a sequence twice, or not one count for each"
-        num_slots: dict[int, int] = {}
+    def _num_blocks_of(self, seq_ids: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+        """The new numbers of blocks of those rows whose blocks have no room for `counts[i]` more tokens."""
+        assert len(set(seq_ids)) == len(seq_ids) == len(counts), "sequences must be distinct, with one count for each"
+        num_blocks_of: dict[int, int] = {}
         for seq_id, count in zip(seq_ids, counts, strict=True):
             row = self._rows.get(seq_id)
             used, room = (row.length + row.tail, row.room) if row else (0, 0)
             assert count >= 0, f"sequence {seq_id}: {count} tokens to reserve"
             if used + count > room:
-                num_slots[seq_id] = -(-(used + count) // self.blocks.block_size)
-        return num_slots
+                num_blocks_of[seq_id] = -(-(used + count) // self.blocks.block_size)
+        return num_blocks_of
 
-    def _taken(self, num_blocks_of: Mapping[int, int]) -> int:
-        """Free blocks that these rows take until they have so many."""
+    def _num_added(self, num_blocks_of: Mapping[int, int]) -> int:
+        """Number of free blocks that these rows need to get their new numbers of blocks."""
         return sum(n - self.blocks.run(seq_id).count for seq_id, n in num_blocks_of.items())
 
     def _settle(self, seq_id: int, length: int, tail: int = 0) -> None:
-        """Set a row to `length` committed tokens and such a tail; unused blocks are freed."""
+        """Set a row's numbers of committed tokens and of tail tokens; unused blocks are freed."""
         row, size = self._rows[seq_id], self.blocks.block_size
         row.length, row.tail = length, tail
         if row.room - length - tail >= size:
@@ -285,7 +284,7 @@ class PagedCache:
 
     @torch.inference_mode()
     def _move(self, moves: Sequence[Move]) -> None:
-        """Carry out moves of whole blocks, in order, without temporaries."""
+        """Carry out moves of entire blocks, in order, without temporaries."""
         size = self.blocks.block_size
         for move in moves:
             for piece in move.pieces():
@@ -303,7 +302,7 @@ class PagedCache:
 
     @torch.inference_mode()
     def gather_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots. All are read before any is written, so their order does not matter."""
+        """Copy slots one by one. All are read before any is written, so sources and targets may overlap."""
         source, target = (upload(slots, torch.long, self.keys.device) for slots in (sources, targets))
         for tensor in (self.keys, self.values):
             tensor.index_copy_(2, target, tensor.index_select(2, source))
@@ -323,7 +322,7 @@ def joined(moves: Sequence[Move]) -> list[Move]:
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A page-aligned tensor of zeros; on CPUs its pages are zeroed by the system when they are first written."""
+    """A page-aligned tensor of zeros; on CPUs the system zeroes its pages when they are first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = fresh_pages(math.prod(shape) * dtype.itemsize)
@@ -331,10 +330,10 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def fresh_pages(num_bytes: int) -> mmap.mmap:
-    """Small pages of memory, zeroed by the system when first written. Raises MemoryError if there are none.
+    """Memory in small pages, which the system zeroes when they are first written. Raises MemoryError if there is none.
 
-    A row writes to every layer and head, each of them megabytes from the next. In huge pages (2 MiB) the first tokens
-    of a row would make the system zero hundreds of megabytes within one pass, which took 0.9 s.
+    A row writes to every layer and head, which are megabytes apart. With huge pages (2 MiB) the first tokens of a row
+    would make the system zero hundreds of megabytes within one pass, which took 0.9 s.
     """
     if os.name != "posix":
         return mmap.mmap(-1, num_bytes)

@@ -1,10 +1,10 @@
 """The memory plan: the context length, and the KV cache sizes of the target and its drafters.
 
-Memory is assigned in this order. First comes the cache for one sequence of the target: without it the plan is refused.
-Then every drafter gets a cache for that sequence; if the user set no context length, a long context is shortened until
-it fits. After that all caches grow together, token for token, since a sequence is drafted only as far as both models
-hold it. So if memory is short a drafter reduces the number of sequences, and the plan says by how many. The plan is a
-pure function of numbers of bytes and tokens; no model is loaded for it.
+Memory is assigned in this order. First comes the target's cache for one sequence; without it the plan is refused. Then
+every drafter gets a cache for that sequence; if the user set no context length, a long context is shortened until it
+fits. After that all caches grow together, token for token, since a sequence is drafted only if it is in both caches. So
+if memory is short, a drafter reduces the number of sequences, and the plan says by how many. The plan is a pure
+function of numbers of bytes and tokens; no model is loaded for it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 
 from forerun.errors import NotEnoughMemory
 
-REMEMBERED_SHARE = 16  # one part in so many of what the weights leave, for each thing that a drafter remembers
-LEAST_LEN = 1024  # a context that the user did not set is never shorter than this, unless the model's is
-USUAL_LEN = 4096  # a context that the user did not set is not cut below this for the sake of a drafter
+REMEMBERED_SHARE = 16  # each store of a drafter gets at most one sixteenth of the memory that the weights leave
+MIN_AUTO_LEN = 1024  # a context that the user did not set is never shorter, unless the model's is
+USUAL_LEN = 4096  # a context that the user did not set is not shortened below this to make room for a drafter
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Memory of one model: weights, a token in its KV cache, a position of its rotary tables, and activations of its
-    passes (if counted).
+    """Memory of one model, in bytes: weights, each token in its KV cache, each position of its rotary tables, and
+    activations of its passes (`scratch_bytes`; 0 if not counted).
 
     A drafter with another tokenizer needs `stretch` positions for each position of the target.
     """
@@ -36,7 +36,7 @@ class ModelMemory:
     scratch_bytes: int = 0
 
     def positions(self, max_model_len: int) -> int:
-        """Number of positions it is loaded with, for texts of that length."""
+        """Number of positions that the model is loaded with, for texts of that length."""
         return min(self.max_positions, self.stretch * max_model_len)
 
     def loaded_bytes(self, max_model_len: int) -> int:
@@ -46,12 +46,12 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory plan. Tokens are whole blocks; every cache holds `key_pad` further slots that are never full.
+    """The memory plan. Caches have multiples of the block size of tokens, and `key_pad` further slots that stay empty.
 
     `num_sequences_plain` sequences of `max_model_len` tokens fit into the target's cache. `num_sequences_speculative`
     of them can be drafted at the same time, with draft tokens and a full row in every drafter's cache; the others are
     decoded plainly. `remembered_bytes` is the limit of each store of a drafter. `scratch_bytes` is for passes and
-    verdicts, if counted: on GPUs. `alone` is the plan without the drafters' caches, if that gives the target more.
+    verdicts; it is counted on GPUs only. `alone` is the plan without the drafters' caches, if the target gains by it.
     """
 
     budget_bytes: int
@@ -84,7 +84,7 @@ class MemoryPlan:
 
     @property
     def num_bytes(self) -> int:
-        """All planned memory: weights, passes, caches, and drafters' stores."""
+        """All planned memory: weights, passes, caches and drafters' stores."""
         caches = self.cache_bytes + sum(self.drafter_cache_bytes.values())
         return self.weights_bytes + self.scratch_bytes + caches + sum(self.remembered_bytes.values())
 
@@ -94,7 +94,7 @@ class MemoryPlan:
         return [name for name, tokens in self.drafter_cache_tokens.items() if tokens == 0]
 
     def lines(self) -> list[str]:
-        """The plan as text: the budget, one line per cache, the number of sequences, and the cost of drafting."""
+        """The plan as lines of text: the budget, each cache, and the number of sequences with and without drafting."""
         lines = [
             f"memory: {size(self.num_bytes)} of {size(self.budget_bytes)}, weights {size(self.weights_bytes)}"
             + (f", passes {size(self.scratch_bytes)}" if self.scratch_bytes else ""),
@@ -105,7 +105,7 @@ class MemoryPlan:
             line = self._cache_line(tokens, each, self.drafter_cache_bytes[name])
             lines.append(f"{name} cache: {line if tokens else 'no memory left, will not draft'}")
         for name, most in self.remembered_bytes.items():
-            lines.append(f"{name}: {f'at most {size(most)}' if most else 'no memory left, none are kept'}")
+            lines.append(f"{name}: {f'at most {size(most)}' if most else 'no memory left, none are stored'}")
         lines.append(f"room for {self._room_line()}, {self.num_sequences_speculative} with speculation")
         if self.alone is not None:
             lines.append(f"without a drafter's cache there would be room for {self.alone._room_line()}")
@@ -121,11 +121,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryShares:
-    """The parts that share the budget: weights, KV caches, and drafters' stores.
+    """What shares the memory budget: weights, KV caches and drafters' stores.
 
     `drafters` are the draft models, by the names of their caches; drafters without a model have no entry. `tail_tokens`
-    are the slots of a sequence's draft tokens beyond the context length. `remembered_bytes` is the size that drafters'
-    stores would like, by name.
+    is the number of slots for a sequence's draft tokens beyond the context length. `remembered_bytes` is the requested
+    size of each drafter's store, by name.
     """
 
     target: ModelMemory
@@ -153,12 +153,12 @@ class MemoryShares:
         return replace(plan, alone=alone if more else None)
 
     def context(self) -> int:
-        """The longest context, by halves, with which a drafted sequence fits; if below USUAL_LEN, an undrafted one.
+        """The longest of the model's context, a half of it, a quarter and so on with which a drafted sequence fits.
 
-        More memory never gives a shorter one.
+        From USUAL_LEN down an undrafted sequence is enough. More memory never gives a shorter context.
         """
         lengths = [self.target.max_positions]
-        while lengths[-1] >= 2 * LEAST_LEN:
+        while lengths[-1] >= 2 * MIN_AUTO_LEN:
             lengths.append(lengths[-1] // 2)
         usual = min((length for length in lengths if length >= USUAL_LEN), default=lengths[0])
         fitting = (length for length in lengths if (self.drafts if length > usual else self.serves)(length))
@@ -169,7 +169,7 @@ class MemoryShares:
         return self.caches_bytes(self.blocks_of(length), 0, length) <= self.left(length)
 
     def drafts(self, length: int) -> bool:
-        """Whether one sequence of this length fits, with all that each drafter reads of it in the drafter's cache."""
+        """Whether one sequence of this length fits, in the target's cache and in every drafter's."""
         cached = [model for model in self.drafters.values() if model.bytes_per_token]
         read = max((min(length, model.max_positions) for model in cached), default=0)
         needed = self.caches_bytes(self.blocks_of(length), self.blocks_of(read), length)
@@ -219,7 +219,7 @@ class MemoryShares:
         return sum(model.scratch_bytes for model in (self.target, *self.drafters.values()))
 
     def aside_bytes(self, length: int) -> int:
-        """Memory for drafters' stores: a small share, unless one sequence needs it."""
+        """Memory for drafters' stores: a small share, less if one sequence needs the memory."""
         left, remembered = self.left(length), sum(self.remembered_bytes.values())
         spare = left - self.caches_bytes(self.blocks_of(length), 0, length)
         return max(0, min(remembered, left * len(self.remembered_bytes) // REMEMBERED_SHARE, spare))
@@ -229,7 +229,10 @@ class MemoryShares:
         return self.left(length) - self.aside_bytes(length)
 
     def caches_bytes(self, blocks: int, of_drafters: int, length: int) -> int:
-        """Memory of the target's cache and of the drafters', with as many blocks as they can use; 0 for none."""
+        """Memory of the target's cache with `blocks` blocks and of each drafter's with up to `of_drafters`.
+
+        A drafter's cache is no larger than it can use; without blocks for drafters they have no caches.
+        """
         total = (blocks * self.block_size + self.key_pad) * self.target.bytes_per_token
         for name, model in self.drafters.items() if of_drafters else ():
             num_blocks = min(of_drafters, self.max_num_seqs * self.row_blocks(name, length))
@@ -237,7 +240,7 @@ class MemoryShares:
         return total
 
     def row_blocks(self, name: str, length: int) -> int:
-        """Blocks of one sequence in a drafter's cache, which holds no more than the drafter can read."""
+        """Blocks of one sequence in a drafter's cache, up to the drafter's own context length."""
         return self.blocks_of(min(length, self.drafters[name].max_positions) + self.tail_tokens)
 
     def blocks_of(self, tokens: int) -> int:
@@ -245,7 +248,7 @@ class MemoryShares:
         return -(-tokens // self.block_size)
 
     def refusal(self, length: int) -> str:
-        """The error: what one sequence needs, the budget, and what to change."""
+        """The error message: what one sequence needs, the budget, and what to change."""
         slots, each = self.blocks_of(length) * self.block_size + self.key_pad, self.target.bytes_per_token
         weights, passes = self.weights_bytes(length), self.scratch_bytes
         parts = f"{size(weights)} weights, " + (f"{size(passes)} passes, " if passes else "")

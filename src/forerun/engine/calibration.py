@@ -1,8 +1,8 @@
-"""Calibration: what rounds take on this machine, and how much is accepted, measured before the first request.
+"""Calibration: measures the time of rounds on this machine, and the acceptance, before the first request.
 
-The engine answers sample texts, and a script says in each round how far they are drafted and by whom. The controller
-learns from these rounds as from any others, so it begins with every batch size and depth measured. What it learned is
-kept on disk, by everything that it depends on; while the engine runs the controller corrects it.
+The engine answers sample prompts, and a script sets the drafter and the depth of each round. The controller learns from
+these rounds as from any others, so it starts with estimates for every batch size and depth. They are saved on disk
+under everything that they depend on, and the controller corrects them while the engine runs.
 """
 
 from __future__ import annotations
@@ -37,74 +37,76 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.tree import DraftTree
 
 BATCHES = (1, 8, 32)
-DEPTHS = {1: (0, 4, 8, 1, 2, 16), 8: (0, 4, 2, 8), 32: (0, 2, 4)}  # by batch; what matters most comes first
-NUM_ROUNDS = {1: 4, 8: 3, 32: 2}  # that count, behind one that does not
-WARM = 3  # further rounds at the very first that do not
-SHARES = {1: 0.6, 8: 0.85, 32: 1.0}  # of the time that is over when a batch size must be done
-LIMIT_S = 3.6  # a round that is under way then is finished
+DEPTHS = {1: (0, 4, 8, 1, 2, 16), 8: (0, 4, 2, 8), 32: (0, 2, 4)}  # by batch size, the most important ones first
+NUM_ROUNDS = {1: 4, 8: 3, 32: 2}  # measured rounds for each drafter and depth, after one that is not measured
+NUM_WARMUP_ROUNDS = 3  # not measured, at the start of each batch size
+TIME_SHARES = {1: 0.6, 8: 0.85, 32: 1.0}  # of the time limit: when the rounds of a batch size must end
+LIMIT_S = 3.6  # no round starts later
 PROMPT_TOKENS = 24
-CHAT_TOKENS = 96  # of a question in the model's chat template, at most
-READ_TOKENS = 192  # of the texts by which it is measured how fast drafters read
-NUM_READ = 2  # of them, the first of which only warms up
-TEXT_TOKENS = 256  # that a sample's answer has at most
+MAX_CHAT_TOKENS = 96  # of a question in the model's chat template
+PREFILL_TOKENS = 192  # of each prompt with which the drafters' prefill is timed
+NUM_PREFILLS = 2  # such prompts; the first one is a warm-up
+TEXT_TOKENS = 256  # the most tokens of an answer to a sample prompt
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Script:
-    """The controller of an engine that is being measured: all sequences are drafted by one drafter, equally far.
+    """The controller during a calibration: all sequences are drafted with the same drafter and depth.
 
-    Of rounds of the same kind and size the shortest one counts: neighbours on the same cores only make times longer.
+    Of rounds of the same kind and size the fastest one counts, since other programs on the same cores only make times
+    longer. `counts`: whether the controller learns from the rounds. `times_prefill`: whether the drafters' prefill is
+    timed instead of rounds.
     """
 
     controller: MeasuredDepth
     drafter: int = 0
     depth: int = 0
     counts: bool = False
-    reads: bool = False  # whether what counts is how long drafters take for a text that is new to them
+    times_prefill: bool = False
     rounds: dict[tuple[Kind, int], tuple[Sequence[tuple[RowOutcome, Assignment]], Outcome]] = field(
         default_factory=dict
-    )
+    )  # the fastest, by kind and number of tokens
 
     def skips(self, load: Load) -> bool:
-        """Never: every round is to be measured."""
+        """False: every round is measured."""
         return False
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
-        """What the script says, as far as it fits."""
+        """The script's depth for each sequence, cut to the free cache slots."""
         return self.controller.follow(load, outlook, spare, self.drafter, self.depth)
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """All of it is verified."""
+        """The entire draft."""
         return draft.tree
 
     def record(self, outcome: Outcome) -> None:
-        """Learn what was accepted in rounds that count, and remember the shortest."""
+        """Learn acceptance from rounds that count, and remember the fastest round of each kind and size."""
         if not self.counts or outcome.num_prompt_tokens or outcome.captured:
             return
-        if not self.reads:
+        if not self.times_prefill:
             for record in self.controller.drafters.all:
-                record.acceptance.unit = 1.0  # all rounds of a calibration count the same, not the latest most
+                record.acceptance.unit = 1.0  # gives all rounds the same weight; normally recent ones weigh more
         drafted = self.controller.drafted(outcome)
         self.controller.accepted(drafted)
         options = [each.option for _, each in drafted]
-        if self.reads:
+        if self.times_prefill:
             if any(max(option.num_unread.values()) > BEHIND for option in options):
                 steps = [(each.option, each.depth) for _, each in drafted]
                 self.controller.drafters.time(steps, outcome, self.controller.planning_s)
             return
-        place = self.controller.weighing.kind(len(outcome.rows), options), outcome.num_tokens
-        shortest = self.rounds.get(place)
-        if shortest is None or outcome.round_s < shortest[1].round_s:
-            self.rounds[place] = drafted, outcome
+        key = self.controller.weighing.kind(len(outcome.rows), options), outcome.num_tokens
+        fastest = self.rounds.get(key)
+        if fastest is None or outcome.round_s < fastest[1].round_s:
+            self.rounds[key] = drafted, outcome
 
     def plain_s(self, num_rows: int) -> float | None:
-        """It is not known yet."""
+        """None: the time of plain decoding is not known yet."""
         return None
 
     def finish(self) -> None:
-        """Learn what the rounds so far took."""
+        """Let the controller learn the times of the rounds since the last call."""
         for (kind, _), (drafted, outcome) in self.rounds.items():
             self.controller.costs.kinds.setdefault(kind, Curve())
             self.controller.time(drafted, outcome)
@@ -114,26 +116,26 @@ class Script:
 def calibrate(
     engine: Engine, requests: RequestChecker, params: SamplingParams, key: str, progress: ProgressCallback | None = None
 ) -> MeasuredDepth:
-    """A controller for this idle engine that knows what rounds take: from disk, or measured now in about LIMIT_S.
+    """A controller with measured estimates for this idle engine: read from disk, or measured now in about LIMIT_S.
 
-    `params` are those of usual requests. `key` is everything that the measurement depends on. Nothing is left behind in
-    the engine, and drafters do not remember the sample texts.
+    `params` are the usual sampling parameters of requests. `key` names everything that the estimates depend on. The
+    engine's state does not change, and drafters do not store the sample prompts.
     """
-    assert engine.drafter is not None, "something drafts"
+    assert engine.drafter is not None, "an engine without a drafter needs no calibration"
     key = f"{key} {sha256(repr((SAMPLES, QUESTIONS)).encode()).hexdigest()[:8]}"
-    kept = read_kept(key, engine.drafter.names)
-    if kept is not None:
-        return kept
+    saved = read_kept(key, engine.drafter.names)
+    if saved is not None:
+        return saved
     controller, neighbours = MeasuredDepth(), Neighbours()
     error = attempt(lambda: measure(engine, requests, params, controller, progress))
     if error is None and controller.costs.kinds:
         costs, disturbed = as_json(controller), disturbance(neighbours.num_busy())
         if disturbed:
-            logger.warning("What drafting costs was measured, but %s: the next start measures it again.", disturbed)
+            logger.warning("The costs of drafting were measured, but %s: the next start measures again.", disturbed)
         else:
             keep(key, costs)
-        return from_json(costs, engine.drafter.names)  # so the first start begins with what later ones read
-    logger.debug("The costs of rounds could not be measured at the start.", exc_info=error)
+        return from_json(costs, engine.drafter.names)  # rounded as on disk, so that later starts behave the same
+    logger.debug("The costs of drafting could not be measured at the start.", exc_info=error)
     return MeasuredDepth()
 
 
@@ -144,96 +146,97 @@ def measure(
     controller: MeasuredDepth,
     progress: ProgressCallback | None,
 ) -> None:
-    """Let the engine answer samples, at every batch size that it may have, as long as there is time."""
+    """Measure rounds with sample prompts, at the batch sizes of this engine, until LIMIT_S has passed."""
     began_s = clock_s()
     usual, engine.controller = engine.controller, (script := Script(controller))
     most = min(engine.options.max_num_seqs, engine.runner.cache.num_free_tokens // TEXT_TOKENS)
     batches = {min(batch, most): batch for batch in reversed(BATCHES) if most > 0}
     sample_requests = replace(requests, request_ids=itertools.count(-(2**40)), seq_ids=itertools.count(-(2**40)))
     try:
-        for number, (batch, like) in enumerate(sorted(batches.items())):
-            ends_s = began_s + SHARES[like] * LIMIT_S
-            if clock_s() > ends_s:
+        for number, (batch, script_batch) in enumerate(sorted(batches.items())):
+            end_s = began_s + TIME_SHARES[script_batch] * LIMIT_S
+            if clock_s() > end_s:
                 continue
             sequences = list(itertools.islice(samples(sample_requests, params), batch))
             for sequence in sequences:
                 engine.submit(sequence)
-            for done in play(engine, script, sequences, like, ends_s):
+            for done in measure_rounds(engine, script, sequences, script_batch, end_s):
                 if progress is not None:
-                    progress("measuring what drafting costs, once on this machine", (number + done) / len(batches))
+                    progress("measuring the costs of drafting, once on this machine", (number + done) / len(batches))
             for sequence in sequences:
                 engine.cancel(sequence.request_id)
             if number == 0:
-                read(engine, script, sample_requests, params, ends_s)
+                time_prefill(engine, script, sample_requests, params, end_s)
     finally:
         for sequence in list(engine.sequences.values()):
             engine.cancel(sequence.request_id)
         engine.controller, engine.stats = usual, Stats()
 
 
-def play(
-    engine: Engine, script: Script, sequences: Sequence[TextSequence], like: int, ends_s: float
+def measure_rounds(
+    engine: Engine, script: Script, sequences: Sequence[TextSequence], script_batch: int, end_s: float
 ) -> Iterator[float]:
-    """Play the script of this batch size; yields the share that is done. Ends early where there is no time or room."""
-    assert engine.drafter is not None, "something drafts"
+    """Run the script of a batch size; yields the finished share. Ends early if time or the sequences' tokens run out."""
+    assert engine.drafter is not None, "an engine without a drafter needs no calibration"
     drafters = range(len(engine.drafter.names))
-    lines = [(depth, drafter) for depth in DEPTHS[like] for drafter in drafters if depth or not drafter]
-    script.counts, (script.depth, script.drafter) = False, max(lines[:2])
-    num_left = len(sequences) + 1  # rounds at most in which prompts are read
-    while num_left and any(sequence.unread for sequence in sequences):
-        num_left -= 1
-        if clock_s() > ends_s or not advanced(engine):
+    steps = [(depth, drafter) for depth in DEPTHS[script_batch] for drafter in drafters if depth or not drafter]
+    script.counts, (script.depth, script.drafter) = False, max(steps[:2])
+    max_rounds = len(sequences) + 1  # of prefill
+    while max_rounds and any(sequence.unread for sequence in sequences):
+        max_rounds -= 1
+        if clock_s() > end_s or not step(engine):
             return
-    for _ in range(WARM):
-        if clock_s() > ends_s or not advanced(engine):
+    for _ in range(NUM_WARMUP_ROUNDS):
+        if clock_s() > end_s or not step(engine):
             return
-    for number, (script.depth, script.drafter) in enumerate(lines, 1):
-        for turn in range(1 + NUM_ROUNDS[like]):
-            script.counts = turn > 0
-            late = clock_s() > ends_s or min(each.room for each in sequences) <= script.depth + 1
-            if late or not advanced(engine):
+    for number, (script.depth, script.drafter) in enumerate(steps, 1):
+        for round_number in range(1 + NUM_ROUNDS[script_batch]):
+            script.counts = round_number > 0
+            has_room = min(sequence.room for sequence in sequences) > script.depth + 1
+            if clock_s() > end_s or not has_room or not step(engine):
                 return
         script.finish()
-        yield number / len(lines)
+        yield number / len(steps)
 
 
-def read(engine: Engine, script: Script, requests: RequestChecker, params: SamplingParams, ends_s: float) -> None:
-    """Find out how fast drafters read: each of them drafts texts that it has seen nothing of."""
+def time_prefill(
+    engine: Engine, script: Script, requests: RequestChecker, params: SamplingParams, end_s: float
+) -> None:
+    """Time the drafters' prefill: each drafts a sequence of which it has read nothing yet."""
     drafters = range(len(script.controller.drafters.all))
-    script.reads = True
-    for number, sequence in enumerate(itertools.islice(samples(requests, params, READ_TOKENS), NUM_READ)):
+    script.times_prefill = True
+    for number, sequence in enumerate(itertools.islice(samples(requests, params, PREFILL_TOKENS), NUM_PREFILLS)):
         engine.submit(sequence)
         script.counts, script.depth = False, 0
-        while sequence.unread and clock_s() < ends_s and advanced(engine):
+        while sequence.unread and clock_s() < end_s and step(engine):
             pass
         script.counts, script.depth = number > 0, 1
         for script.drafter in drafters:
-            if clock_s() > ends_s or not advanced(engine):
+            if clock_s() > end_s or not step(engine):
                 break
         engine.cancel(sequence.request_id)
-    script.reads = False
+    script.times_prefill = False
 
 
 def clock_s() -> float:
-    """Seconds from some time on, without those in which passes are captured, which are not what a limit is for."""
+    """The time in seconds, without the time of capturing CUDA graphs, which does not count towards LIMIT_S."""
     return time.perf_counter() - Captures.taken_s
 
 
-def advanced(engine: Engine) -> bool:
-    """One round; whether nothing ended in it."""
+def step(engine: Engine) -> bool:
+    """Run one round; returns whether all sequences are still unfinished."""
     return all(delta.finish_reason is None for delta in engine.step())
 
 
 def samples(
     requests: RequestChecker, params: SamplingParams, num_tokens: int = PROMPT_TOKENS
 ) -> Iterator[TextSequence]:
-    """Sequences that do not end before they are long: answers to questions where a model has a chat template, since how
-    often guesses are right differs much between an answer and a text that it was not trained to go on with.
+    """Sequences of TEXT_TOKENS tokens whose prompts are questions, if the model has a chat template, else passages.
 
-    Other prompts begin in different places of the sample texts, each of which is followed by the next ones. They
-    have so many tokens, as far as the context leaves room for an answer.
+    The acceptance rate of an answer differs much from that of a text which the model was not trained to continue.
+    Passages have `num_tokens` tokens, or a quarter of the context if that is shorter.
     """
-    assert requests.tokenizer is not None, "samples are text"
+    assert requests.tokenizer is not None, "sample prompts need a tokenizer"
     endless = SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -252,8 +255,8 @@ def samples(
         yield sequence
 
 
-def chats(tokenizer: Tokenizer, most: int) -> list[list[int]]:
-    """The questions as the model's chat template has them; none where it has none, or one is longer than `most`."""
+def chats(tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    """The questions in the model's chat template; none without a template or if one is longer than `max_tokens`."""
     if not tokenizer.template().is_usable:
         return []
     prompts = []
@@ -265,19 +268,19 @@ def chats(tokenizer: Tokenizer, most: int) -> list[list[int]]:
         except (TokenizerError, InvalidRequest):
             return []
         prompts.append(tokenizer.encode(text, add_special_tokens=False))
-    return prompts if max(map(len, prompts)) <= min(most, CHAT_TOKENS) else []
+    return prompts if max(map(len, prompts)) <= min(max_tokens, MAX_CHAT_TOKENS) else []
 
 
 def passages(requests: RequestChecker, num_tokens: int) -> Iterator[list[int]]:
-    """Pieces of the sample texts, without end."""
-    assert requests.tokenizer is not None, "samples are text"
+    """An endless sequence of passages from the sample texts, each from another place on."""
+    assert requests.tokenizer is not None, "sample prompts need a tokenizer"
     texts = [requests.tokenizer.encode(text) for text in SAMPLES]
-    most = max(1, min(num_tokens, requests.max_length // 4))
+    length = max(1, min(num_tokens, requests.max_length // 4))
     for number in itertools.count():
         text = texts[number % len(texts)]
-        start = number // len(texts) * 5 % max(1, len(text) - most)
-        others = [token for later in range(1, len(texts)) for token in texts[(number + later) % len(texts)]]
-        yield [*text[start:], *others][:most]
+        start = number // len(texts) * 5 % max(1, len(text) - length)
+        next_texts = [token for later in range(1, len(texts)) for token in texts[(number + later) % len(texts)]]
+        yield [*text[start:], *next_texts][:length]
 
 
 # Questions that are answered in a calibration.

@@ -1,8 +1,8 @@
-"""Constrained drafts: applies the grammars of a round to its draft trees.
+"""Constrained drafts: applies the grammars of requests to a round's draft trees.
 
-Tokens that a grammar forces (it leaves no choice) are drafted without a drafter and always accepted; guesses that it
-forbids are removed, since they would be rejected. A row with forced tokens is drafted with them alone. Rows with a
-declared `q` keep all their guesses: removing some after sampling would change their distribution, and the token and
+Tokens that a grammar forces (it allows no other) are drafted without a drafter, and always accepted; a sequence with
+forced tokens has no other draft tokens. Draft tokens that a grammar forbids are removed, since they would be rejected,
+but not from sequences with a declared `q`: removing tokens after sampling changes their distribution, and the token and
 block rules would no longer be lossless.
 """
 
@@ -21,10 +21,10 @@ from forerun.tree import DraftTree, HostTree
 
 
 def forced_chains(rows: Seq[RowPlan], drawing: Seq[RowPlan], cache: PagedCache) -> list[list[int]]:
-    """For each drawing row the tokens that its grammar forces next, within its room; all empty if the cache is full."""
+    """The tokens that the grammar of each drawing row forces next; none for all rows if the cache is too full."""
     chains = [forced_chain(row) for row in drawing]
-    needed = {row.sequence.id: len(chain) for row, chain in zip(drawing, chains, strict=True)}
-    counts = [row.num_certain + needed.get(row.sequence.id, 0) for row in rows]
+    num_forced = {row.sequence.id: len(chain) for row, chain in zip(drawing, chains, strict=True)}
+    counts = [row.num_certain + num_forced.get(row.sequence.id, 0) for row in rows]
     if any(chains) and not cache.can_reserve([row.sequence.id for row in rows], counts):
         return [[] for _ in drawing]
     return chains
@@ -39,48 +39,49 @@ def forced_chain(row: RowPlan) -> list[int]:
 
 
 def constrained_tree(tree: DraftTree, draws: Draws, forced: Seq[Seq[int]]) -> DraftTree:
-    """The tree without guesses that grammars forbid, and with forced chains after their roots.
+    """The tree without draft tokens that grammars forbid; a row with a `forced` chain has this chain instead.
 
-    Rows with a declared law keep their guesses. If only the device knows the guesses, the host waits for them.
+    Rows with a declared law do not change. If only the device knows the draft tokens, the host waits for them.
     """
     law = tree.rows_with_law()
-    lawful = [False] * len(draws.rows) if law is None else law.tolist()
-    seen, kept = tree.fetched(), list[HostTree]()
-    for row, (host, chain) in enumerate(zip(seen, forced, strict=True)):
+    has_law = [False] * len(draws.rows) if law is None else law.tolist()
+    before, after = tree.fetched(), list[HostTree]()
+    for row, (host, chain) in enumerate(zip(before, forced, strict=True)):
         if chain:
-            kept.append(HostTree([host.tokens[0], *chain], list(range(-1, len(chain))), forced=True))
+            after.append(HostTree([host.tokens[0], *chain], list(range(-1, len(chain))), forced=True))
         else:
-            kept.append(host if lawful[row] else permitted(host, draws, row))
-    if not tree.unseen and all(left is host for left, host in zip(kept, seen, strict=True)):
+            after.append(host if has_law[row] else permitted(host, draws, row))
+    if not tree.unseen and all(new is old for new, old in zip(after, before, strict=True)):
         return tree
-    return rebuilt(tree, kept, max([tree.depth, *map(len, forced)]))
+    return rebuilt(tree, after, max([tree.depth, *map(len, forced)]))
 
 
 def permitted(host: HostTree, draws: Draws, row: int) -> HostTree:
-    """A row's tree without the guesses that its grammar forbids; the columns of the others do not change."""
+    """A row's tree without the nodes that its grammar forbids; the columns of the other nodes do not change."""
     constraint = draws.rows[row].constraint
     if constraint is None:
         return host
-    paths, cut = {0: constraint.behind(draws.rows[row].tokens)}, list[int]()
+    paths = {0: constraint.suffix(draws.rows[row].tokens)}
+    removed: list[int] = []
     for node in range(1, len(host.tokens)):
         token, parent = host.tokens[node], host.parents[node]
         if parent in paths and constraint.after(paths[parent]).permits(token):
             paths[node] = (*paths[parent], token)
         else:
-            cut.append(node)
-    if not cut:
+            removed.append(node)
+    if not removed:
         return host
     kept, places = list(paths), host.places
     number = {node: i for i, node in enumerate(kept)}
     return replace(
-        host.some(kept),
+        host.subtree(kept),
         columns=[places[node] for node in kept],
-        cut=[(number.get(host.parents[node], -1), places[node]) for node in cut],
+        cut=[(number.get(host.parents[node], -1), places[node]) for node in removed],
     )
 
 
 def rebuilt(tree: DraftTree, rows: Seq[HostTree], depth: int) -> DraftTree:
-    """A DraftTree of these host trees, in their columns, with what was removed and forced recorded in `known`."""
+    """`tree` with these host trees as its rows, in their columns and as its `known`."""
     columns = max(tree.tokens.shape[1], *(1 + host.places[-1] for host in rows))
     tokens, parents = (torch.full((len(rows), columns), -1, dtype=torch.long) for _ in range(2))
     for row, host in enumerate(rows):

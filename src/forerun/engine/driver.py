@@ -5,9 +5,9 @@ requests of all threads, so the others wait until their inboxes are filled. Subm
 queue, which the stepping thread runs between rounds. They never block, so a stream can be closed at any time, even by
 the garbage collector in the middle of a round of the same thread.
 
-An interrupt (Ctrl-C) cannot leave the engine without a stepping thread. The seat of the stepping thread is freed by
-instructions between which Python delivers no interrupt. A job stays in the queue until it has completed, and running it
-twice has the same effect as running it once. A waiting thread checks again after `PATIENCE_S`.
+An interrupt (Ctrl-C) cannot leave the engine without a stepping thread. The stepping thread holds a seat, which is
+freed by instructions between which Python delivers no interrupt. A job stays in the queue until it has completed, and
+running it twice has the same effect as running it once. A waiting thread checks again after `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forerun.errors import EngineClosed, InvalidRequest, RequestFailed
 from forerun.guard import attempt
 from forerun.kernels.threads import end_idle_threads
 
-Inbox = queue.SimpleQueue[Delta | None]  # None only wakes the thread that waits
+Inbox = queue.SimpleQueue[Delta | None]  # None wakes the waiting thread without a delta
 SEAT = "seat"
 PATIENCE_S = 0.05
 CLOSED = "this LLM was closed; create a new one."
@@ -37,20 +37,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Driver:
-    """The call that is stepping the engine, and its thread."""
+    """The call that steps the engine at the moment; `thread` is the id of its thread."""
 
     thread: int
 
 
 class DeltaReader:
-    """Tracks which deltas of these sequences are new, and how many sequences are unfinished (`num_open`)."""
+    """Reads the deltas of these sequences without duplicates; `num_open` of the sequences are unfinished."""
 
     def __init__(self, sequences: Seq[Sequence]) -> None:
         self.num_open = len(sequences)
         self.last: dict[int, Delta] = {}
 
-    def takes(self, delta: Delta) -> bool:
-        """Whether a delta is new (the last may come twice after an interrupt), and count it. Raises its error."""
+    def accepts(self, delta: Delta) -> bool:
+        """Whether a delta is new (after an interrupt the last one may come twice). Raises the delta's error, if any."""
         if self.last.get(delta.seq_id) is delta:
             return False
         if delta.error is not None:
@@ -68,7 +68,7 @@ class EngineDriver:
         self.jobs: deque[Callable[[], None]] = deque()
         self.seat: dict[str, Driver] = {}
         self.waiting: deque[Inbox] = deque()
-        end_idle_threads()  # those used for loading: another thread may step the engine
+        end_idle_threads()  # of loading: a thread that steps the engine starts its own
 
     @property
     def engine(self) -> Engine:
@@ -79,18 +79,18 @@ class EngineDriver:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` has dropped the engine."""
+        """Whether the engine was closed."""
         return self.open is None
 
     def close(self) -> None:
-        """Drop the engine after the current round. Streams that are being read raise EngineClosed."""
+        """Drop the engine after the current round. Streams that are still open raise EngineClosed."""
         self.jobs.append(self.drop_engine)
         inbox: Inbox = queue.SimpleQueue()
         while not self.closed and not self.drive(rounds=False):
             self.wait(inbox)
 
     def drop_engine(self) -> None:
-        """The job of closing: cancel all requests first, so drafters that learn from answers keep them."""
+        """The job of `close`: cancel all requests, so that drafters which learn from answers save them, and drop it."""
         engine = self.open
         if engine is not None:
             for sequence in list(engine.sequences.values()):
@@ -100,10 +100,10 @@ class EngineDriver:
     def follow(self, sequences: Seq[Sequence], idle: Callable[[], None]) -> Iterator[Delta]:
         """Submit sequences and yield their deltas until they are finished. Closing the iterator cancels them.
 
-        `idle` is called after each round that gave them no delta.
+        `idle` is called after each round without a delta of theirs.
         """
         inbox: Inbox = queue.SimpleQueue()
-        cancel = self.cancelling({sequence.request_id for sequence in sequences})
+        cancel = self.cancel_job({sequence.request_id for sequence in sequences})
         reader = DeltaReader(sequences)
         try:
             self.submit(sequences, inbox.put)
@@ -115,39 +115,39 @@ class EngineDriver:
                             raise EngineClosed(CLOSED)
                         return  # another part of the program cancelled the request
                     idle()
-                elif reader.takes(delta):
+                elif reader.accepts(delta):
                     yield delta
         finally:
             self.jobs.append(cancel)
             self.drive(rounds=False)
-            if threading.active_count() > 1:  # another one may go on
+            if threading.active_count() > 1:  # another thread may step the engine from now on
                 end_idle_threads()
 
     def submit(self, sequences: Seq[Sequence], on_delta: OnDelta) -> None:
-        """Queue the job of submitting sequences; `on_delta` is called with their deltas, in any thread.
+        """Queue the job that submits sequences; `on_delta` is called with their deltas, from any thread.
 
         If submitting raises, each sequence gets a final delta with the error.
         """
 
-        def enter() -> None:
+        def submit_all() -> None:
             if self.open is None:
                 return
             for sequence in sequences:
                 self.open.submit(sequence, on_delta)
 
-        def enter_or_fail() -> None:
-            error = attempt(enter)
+        def submit_or_fail() -> None:
+            error = attempt(submit_all)
             if error is not None:
-                self.cancelling({sequence.request_id for sequence in sequences})()
+                self.cancel_job({sequence.request_id for sequence in sequences})()
                 for sequence in sequences:
                     failed = RequestFailed(sequence.id, f"it could not be queued: {type(error).__name__}: {error}")
                     failed.__cause__ = error
                     on_delta(sequence.failure(failed))
 
-        self.jobs.append(enter_or_fail)
+        self.jobs.append(submit_or_fail)
 
-    def cancelling(self, request_ids: Collection[int]) -> Callable[[], None]:
-        """Returns the job that cancels these requests."""
+    def cancel_job(self, request_ids: Collection[int]) -> Callable[[], None]:
+        """The job that cancels these requests."""
 
         def cancel() -> None:
             if self.open is not None:
@@ -157,13 +157,13 @@ class EngineDriver:
         return cancel
 
     def next_delta(self, inbox: Inbox) -> Delta | None:
-        """The next delta of an inbox. If it is empty, run a round or wait for one; may return None."""
+        """The next delta of an inbox. If the inbox is empty, run a round or wait for one, and return perhaps None."""
         if not inbox.empty():
             return inbox.get()
         return None if self.drive() else self.wait(inbox)
 
     def drive(self, rounds: bool = True) -> bool:
-        """Run the queued jobs and, with `rounds`, one round. False if some thread, perhaps this one, already does."""
+        """Run the queued jobs and, with `rounds`, one round. False if a thread, perhaps this one, is already doing so."""
         me = Driver(threading.get_ident())
         try:
             if self.seat.setdefault(SEAT, me) is not me:
@@ -172,17 +172,17 @@ class EngineDriver:
             if rounds:
                 self.engine.step()
         finally:
-            if SEAT in self.seat and self.seat[SEAT] is me:  # no calls here, so no interrupt
+            if SEAT in self.seat and self.seat[SEAT] is me:  # there is no call here, and so no interrupt
                 del self.seat[SEAT]
         with suppress(IndexError):
             while self.waiting:
                 self.waiting.popleft().put(None)
-        if self.jobs:  # they were queued after `run_jobs` and before the seat was free
+        if self.jobs:  # queued after `run_jobs` and before the seat was free
             self.drive(rounds=False)
         return True
 
     def run_jobs(self) -> None:
-        """Run the queued jobs. Errors are logged, since another thread may have queued the job."""
+        """Run the queued jobs. Errors are logged and not raised, since another thread may have queued the job."""
         while self.jobs:
             error = attempt(self.jobs[0])
             if error is not None:
@@ -190,7 +190,7 @@ class EngineDriver:
             self.jobs.popleft()
 
     def wait(self, inbox: Inbox) -> Delta | None:
-        """The next delta of an inbox while another thread steps; None when that thread stops, or after `PATIENCE_S`."""
+        """Wait for the next delta while another thread steps; None when that thread stops, or after `PATIENCE_S`."""
         self.waiting.append(inbox)
         driver = self.seat.get(SEAT)
         if driver is None:

@@ -1,7 +1,7 @@
-"""Memory of an engine: builds the memory plan for a target and a drafter before they are loaded.
+"""Memory of an engine: plans the memory for a target and a drafter before they are loaded.
 
-This module decides the memory budget if the user gave none, and how many cache slots the draft tokens of a request
-need. It warns if the plan leaves a drafter without memory. The arithmetic is in `cache/plan.py`.
+This file decides the memory budget if the user gave none, and how many cache slots the draft tokens of a request need.
+It warns if the plan leaves a drafter without memory. The arithmetic is in `cache/plan.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.machine import available_bytes
 from forerun.models.backends.gpu.memory import PassSizes
 from forerun.models.loading import Blueprint
 
-BUDGET_SHARE = 0.8  # of the available memory; a fifth is left to other programs and to activations on CPUs
+BUDGET_SHARE = 0.8  # of the available memory; the rest is for other programs and, on CPUs, for activations
 LOGGER = logging.getLogger("forerun")
 
 
@@ -58,7 +58,7 @@ def plan_engine(
     plan = shares.plan(max_model_len)
     for name in plan.silent_drafters:
         LOGGER.warning(
-            "%s will not draft: there is no memory left for its cache; raise memory_bytes, or lower max_model_len "
+            "%s will not draft: there is no memory left for its KV cache; raise memory_bytes, or lower max_model_len "
             "from %d",
             name,
             plan.max_model_len,
@@ -68,18 +68,18 @@ def plan_engine(
 
 def pass_sizes(options: EngineOptions, drafts: bool) -> PassSizes:
     """Upper bounds of the passes of an engine with these options, for requests with the default speculation."""
-    wish, batch = options.speculation, options.max_num_seqs
-    guesses = wish.nodes_within(wish.depth) if drafts else 0
+    speculation, batch = options.speculation, options.max_num_seqs
+    num_drafted = speculation.nodes_within(speculation.depth) if drafts else 0
     chunk = options.chunk_tokens if isinstance(options.chunk_tokens, int) else MAX_CHUNK_TOKENS
-    nodes = batch * (1 + guesses)
-    return PassSizes(rows=chunk + nodes, judged=nodes, drafted=batch if wish.width == 1 else nodes)
+    nodes = batch * (1 + num_drafted)
+    return PassSizes(rows=chunk + nodes, judged=nodes, drafted=batch if speculation.width == 1 else nodes)
 
 
 def tail_tokens(speculation: Speculation, num_members: int, max_model_len: int) -> int:
-    """Cache slots beyond `max_model_len` that one sequence's draft tokens need at most, with `num_members` drafters.
+    """The most cache slots beyond `max_model_len` that a sequence's draft tokens need, with `num_members` drafters.
 
     A text of n tokens is drafted at most `max_model_len` - n - 1 tokens deep, so a chain always ends within the
-    context. A tree needs more: its nodes are stored behind the slots of its longest path.
+    context. A tree needs more: its nodes are stored after the slots of its longest path.
     """
     budget = Budget.of(speculation, max_model_len - 2)
     slots = slots_of(budget if num_members == 1 else budget.merged(num_members))

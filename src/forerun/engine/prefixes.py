@@ -1,8 +1,8 @@
-"""Prefixes: shared prefixes of running sequences are read once.
+"""Prefixes: a prefix that several sequences share is prefilled once.
 
-This module looks up how much of a new sequence the target's KV cache already holds, and lets a sequence wait while
-another one reads the same prefix: the samples of a request, and equal prompts in the queue, share one prefill. If the
-drafter needs the target's states, the target reads the prefix again from where the drafter requires them. Texts are
+This file looks up how much of a new sequence the target's KV cache already holds, and lets a sequence wait while
+another one prefills the same prefix: the samples of a request, and equal prompts in the queue, share one prefill. If
+the drafter needs the target's states, the target reads the prefix again from where the drafter requires them. Texts are
 shared within a tenant only.
 """
 
@@ -11,70 +11,76 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from forerun.cache.beginnings import LEAST_SHARED, Beginning, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.paged import PagedCache
+from forerun.cache.shared_prefix import (
+    MIN_SHARED_TOKENS,
+    CachedPrefix,
+    CachedText,
+    longest_prefix,
+    num_shared,
+    start_row,
+)  # fmt: skip
 from forerun.draft.base import Committed, Drafter, adoptable
 from forerun.engine.sequence import Sequence
 
-LEAST_WAITED = 64  # a sequence waits for a prefix of at least this many tokens; reading fewer twice costs little
+MIN_AWAITED_TOKENS = 64  # a sequence waits for a prefix of this length; shorter ones are cheaply prefilled twice
 
 
 class Prefixes:
-    """Prefix sharing of one engine. If `on` is False nothing is shared or kept, in the drafter's caches either."""
+    """Prefix sharing of one engine. If not `enabled`, nothing is shared or cached, nor in the drafter's caches."""
 
-    def __init__(self, cache: PagedCache, drafter: Callable[[], Drafter | None], on: bool) -> None:
+    def __init__(self, cache: PagedCache, drafter: Callable[[], Drafter | None], enabled: bool) -> None:
         self.cache = cache
         self.drafter = drafter
-        self.on = on
-        self.num_queried = 0  # tokens looked up since the last `counted`, once for each sequence
-        self.num_hits = 0  # tokens found
+        self.enabled = enabled
+        self.num_queried = 0  # tokens looked up since the last `counted`; each sequence counts once
+        self.num_hits = 0  # of these, tokens found
 
     def salt(self, sequence: Sequence) -> str | None:
-        """The name under which the sequence's text is cached (its tenant); None if it is not cached."""
-        return sequence.tenant if self.on else None
+        """The salt of the sequence's text in the prefix cache, its tenant; None if the text is not to be cached."""
+        return sequence.tenant if self.enabled else None
 
-    def begin(self, running: Seq[Sequence]) -> set[int]:
+    def start_new(self, running: Seq[Sequence]) -> set[int]:
         """Start new sequences from cached prefixes; returns the ids of those that wait for another one's prefill."""
         waiting: set[int] = set()
         for i, sequence in enumerate(running):
-            if sequence.num_read or len(sequence.tokens) <= LEAST_SHARED or sequence.scores_prompt:
+            if sequence.num_read or len(sequence.tokens) <= MIN_SHARED_TOKENS or sequence.scores_prompt:
                 continue
             if (salt := self.salt(sequence)) is None:
                 continue
-            beginning = self.find(sequence, salt, running)
-            ahead = [other for other in running[:i] if other.id not in waiting and self.salt(other) == salt]
-            coming = max((self.coming(sequence, other) for other in ahead), default=0)
-            if coming - beginning.num_tokens >= LEAST_WAITED:
+            cached = self.find(sequence, salt, running)
+            earlier = [other for other in running[:i] if other.id not in waiting and self.salt(other) == salt]
+            num_coming = max((self.num_coming(sequence, other) for other in earlier), default=0)
+            if num_coming - cached.num_tokens >= MIN_AWAITED_TOKENS:
                 waiting.add(sequence.id)
             else:
-                self.count(sequence, self.adopt(sequence, salt, beginning, running))
+                self.count(sequence, self.adopt(sequence, salt, cached, running))
         return waiting
 
-    def find(self, sequence: Sequence, salt: str, running: Seq[Sequence]) -> Beginning:
-        """The longest cached prefix of a text, its root excluded."""
-        others = [LiveText(s.id, self.salt(s), s.tokens) for s in running if s.num_read]
-        return longest_beginning(self.cache, sequence.tokens[:-1], salt, others)
+    def find(self, sequence: Sequence, salt: str, running: Seq[Sequence]) -> CachedPrefix:
+        """The longest cached prefix of a sequence's text, its root excluded."""
+        others = [CachedText(s.id, self.salt(s), s.tokens) for s in running if s.num_read]
+        return longest_prefix(self.cache, sequence.tokens[:-1], salt, others)
 
-    def coming(self, sequence: Sequence, other: Sequence) -> int:
-        """Length of the common prefix that will be cached once `other` is read; 0 if it is read already."""
+    def num_coming(self, sequence: Sequence, other: Sequence) -> int:
+        """Length of the common prefix that will be cached after the prefill of `other`; 0 if that is already done."""
         most = min(len(sequence.tokens), len(other.tokens)) - 1
         return num_shared(sequence.tokens, other.tokens, most) if other.num_read < most else 0
 
-    def adopt(self, sequence: Sequence, salt: str, found: Beginning, running: Seq[Sequence]) -> int:
-        """Start a row from a cached prefix, as far as the drafter allows; returns the number of tokens.
+    def adopt(self, sequence: Sequence, salt: str, cached: CachedPrefix, running: Seq[Sequence]) -> int:
+        """Start a sequence from a cached prefix, up to the length that the drafter allows; returns this length.
 
-        Nothing is adopted unless all running sequences have cache space for what they still read.
+        Nothing is adopted unless all running sequences have cache slots for their unread tokens.
         """
         drafter, text = self.drafter(), sequence.tokens
-        if not found.num_tokens or not self.cache.can_reserve(
-            [s.id for s in running], [len(s.unread) + 1 for s in running]
-        ):
+        counts = [len(s.unread) + 1 for s in running]
+        if not cached.num_tokens or not self.cache.can_reserve([s.id for s in running], counts):
             return 0
-        most = found.num_tokens if drafter is None else adoptable(drafter, text, found.num_tokens, salt)
-        if most < LEAST_SHARED:
+        most = cached.num_tokens if drafter is None else adoptable(drafter, text, cached.num_tokens, salt)
+        if most < MIN_SHARED_TOKENS:
             return 0
-        live = LiveText(sequence.id, salt, text)
-        sequence.num_read = begin_row(self.cache, live, Beginning(min(most, found.num_tokens), found.source))
+        prefix = CachedPrefix(min(most, cached.num_tokens), cached.source)
+        sequence.num_read = start_row(self.cache, CachedText(sequence.id, salt, text), prefix)
         if drafter is not None and sequence.num_read:
             drafter.observe(
                 Committed(
@@ -91,7 +97,7 @@ class Prefixes:
         return sequence.num_read
 
     def count(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count cache hits of a sequence's prompt, once, when it is first read."""
+        """Count the cache hits of a sequence's prompt, once, when its prefill starts."""
         if sequence.num_cached is None and not sequence.num_output:
             sequence.num_cached = num_tokens
             self.num_queried += sequence.num_prompt - 1
@@ -104,7 +110,7 @@ class Prefixes:
         return counts
 
     def retire(self, sequence: Sequence) -> None:
-        """Free a sequence's row; its full blocks stay in the prefix cache if they may be shared."""
+        """Free a sequence's cache row; its full blocks stay in the prefix cache if they may be shared."""
         if (salt := self.salt(sequence)) is None:
             self.cache.release([sequence.id])
         else:

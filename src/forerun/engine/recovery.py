@@ -1,8 +1,8 @@
 """Recovery: what happens after a round that raised an error.
 
-Such a round may have failed on a draft, on the data of one sequence, or for lack of memory. This file finds the request
-at fault, and restores a state from which the engine can continue: only the sequences' tokens are kept, everything else
-is rebuilt from them. None of this runs unless a round has raised.
+A round may fail because of a drafter, the data of one sequence, or a lack of memory. This file finds the request at
+fault and restores a state from which the engine can continue: only the sequences' tokens are kept, and everything else
+is recomputed from them. Nothing here runs unless a round has raised.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from forerun.guard import attempt
 from forerun.models.runner import Runner
 
 MEMORY = (MemoryError, torch.OutOfMemoryError, OutOfBlocks)
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch's, whose error is a RuntimeError
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in torch's out-of-memory error on CPUs, which is a RuntimeError
 STRIKES = 3  # errors after which a drafter is switched off
-PAUSE_S = 0.01  # between attempts to recover of an engine without requests
+PAUSE_S = 0.01  # between two attempts to recover when no request is left
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class FaultSearch:
-    """The search for the sequence that makes rounds raise; it ends when every suspect is cleared or gone.
+    """The search for the sequence that makes rounds raise; it ends when every suspect is cleared or removed.
 
-    The next rounds read the same sequences without drafting and, if that raises too, one sequence at a time; the one
-    whose round raises again is at fault. A sequence that gains a token is cleared. `error` is the first error.
-    `suspects` maps the sequences of the last failed round to their number of tokens; `cleared`: whether any of them has
-    gained one since. `alone`: suspects are read one at a time.
+    The next rounds run the same sequences without drafting. If that raises too, they run one sequence at a time
+    (`alone`), and the one whose round raises again is at fault. A sequence that gains a token is cleared. `error` is
+    the first error. `suspects` maps the sequences of the last failed round to their number of tokens; `cleared`:
+    whether any of them has been cleared since.
     """
 
     error: BaseException
@@ -54,14 +54,14 @@ class FaultSearch:
         self.suspects = {sequence.id: len(sequence.tokens) for sequence in sequences}
 
     def clear(self, sequences: Mapping[int, Sequence]) -> bool:
-        """Clear suspects that have gained a token or are not in `sequences`; True if none is left."""
+        """Remove suspects that have gained a token or are not in `sequences`; True if none is left."""
         left = {seq_id: count for seq_id, count in self.suspects.items() if seq_id in sequences}
         self.suspects = {seq_id: count for seq_id, count in left.items() if len(sequences[seq_id].tokens) == count}
         self.cleared |= len(self.suspects) < len(left)
         return not self.suspects
 
     def next(self, sequences: Mapping[int, Sequence]) -> Sequence | None:
-        """The suspect to read alone in the next round; None if all sequences are read together."""
+        """The suspect to run alone in the next round; None if all sequences run together."""
         return sequences[next(iter(self.suspects))] if self.alone else None
 
 
@@ -75,7 +75,7 @@ class Recoverable(Protocol):
     scheduler: Scheduler
     active: ActiveSequences
 
-    def leave(self, sequences: Seq[Sequence]) -> None: ...
+    def remove(self, sequences: Seq[Sequence]) -> None: ...
 
     def forget(self, sequences: Seq[Sequence]) -> None: ...
 
@@ -100,14 +100,14 @@ class Recovery:
         return self.engine.active.sequences
 
     def finish_round(self) -> None:
-        """Mark the round as complete, after its deltas were delivered."""
+        """Mark the round as completed, after its deltas were delivered."""
         self.engine.active.decided = None
         self.unfinished = False
 
     def alone(self) -> Sequence | None:
-        """The sequence to read alone in the next round, if a search wants that; a search without suspects ends first.
+        """The suspect to run alone in the next round; None without one. Ends the search if no suspect is left.
 
-        If rounds without drafting did not raise, the error counts as the drafter's.
+        If the rounds without drafting did not raise, the error is counted as the drafter's.
         """
         search = self.search
         if search is not None and search.clear(self.sequences):
@@ -117,11 +117,11 @@ class Recovery:
         return None if self.search is None else self.search.next(self.sequences)
 
     def recover(self) -> BaseException | None:
-        """Rebuild the state, twice if that raises, since the first try frees memory. Returns the last error or None."""
+        """Rebuild the state. If that raises, try again, since the first try frees memory; returns the last error."""
         return attempt(self.rebuild) and attempt(self.rebuild)
 
     def rebuild(self) -> None:
-        """Apply what was decided, and have all sequences read again from their tokens."""
+        """Apply the deltas that were decided, drop all caches, and queue all sequences to be prefilled again."""
         engine = self.engine
         engine.active.settle()
         engine.forget(list(self.sequences.values()))
@@ -130,49 +130,49 @@ class Recovery:
         self.finish_round()
 
     def continue_after(self, error: BaseException) -> list[Delta]:
-        """Continue after a round that raised, even if memory is too short to handle the error itself."""
+        """Continue after a round that raised, even if handling the error raises too, for lack of memory."""
         deltas: list[Delta] = []
-        undecided = attempt(lambda: deltas.extend(self.decide(error)))
-        if undecided is not None:
-            return [delta for _, delta in self.engine.active.decided or ()] + self.fail_one(undecided)
+        second_error = attempt(lambda: deltas.extend(self.handle(error)))
+        if second_error is not None:
+            return [delta for _, delta in self.engine.active.decided or ()] + self.fail_one(second_error)
         self.finish_round()
         return deltas
 
-    def decide(self, error: BaseException) -> list[Delta]:
-        """Decide what happens after a round that raised; returns the deltas.
+    def handle(self, error: BaseException) -> list[Delta]:
+        """Handle the error of a round; returns the deltas of this round.
 
-        If the error names a request (its own code raised), that request is at fault. If the round is final already, the
-        error came from the drafter or the controller, which run last. For every other error the sequence at fault is
-        searched for. NaN logits are such an error too: NaN of one sequence in the cache may spread to the logits of
-        others.
+        If the error names a request, because its own code raised, that request is at fault. If the round is final
+        already, the error came from the drafter or the controller, which run last. For every other error the sequence
+        at fault is searched for. NaN logits are such an error too: NaN that one sequence leaves in the cache may spread
+        to the logits of others.
         """
         engine, decided = self.engine, self.engine.active.decided
-        if decided is None and isinstance(error, RequestFailed) and self.names_request(error):
+        if decided is None and isinstance(error, RequestFailed) and self.is_fault_of_request(error):
             engine.runner.drop([sequence.id for sequence in engine.scheduler.running])
-            return self.undraft_or_fail(error)
+            return self.stop_drafting_or_fail(error)
         running = list(engine.scheduler.running or self.sequences.values())
-        if (unmended := self.recover()) is not None:
-            raise unmended
+        if (recovery_error := self.recover()) is not None:
+            raise recovery_error
         self.unfinished = True
         if decided is None:
-            return self.search_on(error, running)
+            return self.continue_search(error, running)
         self.count_drafter_error(error)
         return [delta for _, delta in decided]
 
-    def names_request(self, failed: RequestFailed) -> bool:
-        """Whether the error is that of one request of this engine, and not of the model."""
+    def is_fault_of_request(self, failed: RequestFailed) -> bool:
+        """Whether the error is due to a request of this engine, and not to the model."""
         return failed.seq_id in self.sequences and not isinstance(failed.__cause__, ModelError)
 
-    def undraft_or_fail(self, failed: RequestFailed) -> list[Delta]:
-        """Continue the request without drafting, in case its code raised on a draft token; if it had none, end it."""
+    def stop_drafting_or_fail(self, failed: RequestFailed) -> list[Delta]:
+        """Retry the request without drafting, as its code may have raised on a draft token; end it if it had none."""
         culprit = self.sequences[failed.seq_id]
         if culprit.speculation.depth > 0:
             culprit.speculation = Speculation(depth=0)
             return []
         return self.fail_request(culprit, failed)
 
-    def search_on(self, error: BaseException, running: Seq[Sequence]) -> list[Delta]:
-        """Search for the sequence at fault in the next rounds. A sequence that was read alone is at fault and ends."""
+    def continue_search(self, error: BaseException, running: Seq[Sequence]) -> list[Delta]:
+        """Start or continue the search. If the round had one sequence alone, it is at fault, and its request ends."""
         search = self.search
         if search is None:
             self.search = search = FaultSearch(error, alone=self.engine.drafter is None)
@@ -180,17 +180,17 @@ class Recovery:
             search.alone = True
         else:
             culprit = search.next(self.sequences)
-            assert culprit is not None, "a search ends with its last suspect"
+            assert culprit is not None, "a search with `alone` has a suspect"
             return self.fail_request(culprit, failure_of(culprit, error))
         search.suspect(running)
         if isinstance(error, RequestFailed) and error.seq_id in self.sequences:
-            self.sequences[error.seq_id].speculation = Speculation(depth=0)  # a guess may have been the reason
+            self.sequences[error.seq_id].speculation = Speculation(depth=0)  # a draft token may have been the reason
         return []
 
     def count_drafter_error(self, error: BaseException) -> None:
-        """Count an error of the drafter, whose state was dropped. After STRIKES errors the drafter is switched off.
+        """Count an error of the drafter, whose state was dropped. After STRIKES errors drafting is switched off.
 
-        A ForerunError switches it off at once, since it will not go away.
+        A ForerunError switches it off at once, since it would be raised again.
         """
         self.strikes += 1
         if self.strikes >= STRIKES or isinstance(error, ForerunError):
@@ -207,21 +207,21 @@ class Recovery:
         engine.active.decided = [(len(s.tokens), delta) for s, delta in zip(samples, deltas, strict=True)]
         engine.active.settle()
         engine.runner.cache.wipe(ids := [sample.id for sample in samples])
-        engine.runner.release(ids)  # so nothing of it is kept
-        engine.leave(samples)
+        engine.runner.release(ids)  # `remove` would put its blocks in the prefix cache
+        engine.remove(samples)
         return deltas
 
     def fail_one(self, error: BaseException) -> list[Delta]:
-        """End one request because recovery raised; the next step tries again, with less to recover.
+        """End one request because recovery raised, so that the next step has less to recover when it tries again.
 
-        It ends the suspect that was read alone, or else the longest sequence, which needs most memory to be read again.
+        This is the suspect that ran alone, or else the longest sequence, whose prefill needs the most memory.
         """
         search, active = self.search, self.engine.active
         suspect = next(iter(search.suspects), None) if search is not None and search.alone else None
         left = [sequence for sequence in self.sequences.values() if sequence.status is not Status.FINISHED]
         culprit = max(left, key=lambda sequence: (sequence.id == suspect, len(sequence.tokens)), default=None)
         if culprit is None:
-            time.sleep(PAUSE_S)  # no request is left, but the state must be rebuilt before the next one
+            time.sleep(PAUSE_S)  # no request is left, but the state must be rebuilt before a new one
             return []
         failed = failure_of(culprit, error).told
         samples = active.samples_of(culprit.request_id)
@@ -229,9 +229,9 @@ class Recovery:
 
 
 def failure_of(culprit: Sequence, error: BaseException) -> RequestFailed:
-    """The error for the request that was read alone in a round that raised."""
+    """The error that ends the request at fault."""
     if isinstance(error, RequestFailed):
         return error
     error = lacking_operator(error) or error
-    lacking = isinstance(error, MEMORY) or CPU_ALLOCATOR in str(error)
-    return (OutOfMemory if lacking else RoundFailed)(culprit.id, error)
+    out_of_memory = isinstance(error, MEMORY) or CPU_ALLOCATOR in str(error)
+    return (OutOfMemory if out_of_memory else RoundFailed)(culprit.id, error)

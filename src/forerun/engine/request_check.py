@@ -1,7 +1,6 @@
-"""RequestChecker: checks requests against the model of an engine before anything runs.
+"""RequestChecker: checks a request against the engine's model, and turns it into sequences, one per sample.
 
-It turns a request into sequences, one per sample. A request that cannot be served is refused here, before it can affect
-another one.
+A request that cannot be served is refused here, before it can affect another one.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from forerun.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class RequestChecker:
-    """Checks and numbers the requests of one engine.
+    """Checks the requests of one engine and gives them their ids.
 
     `max_length` is the context limit in tokens, `vocab_size` the width of the logits. Without a tokenizer prompts are
     token ids and stop strings are refused.
@@ -60,10 +59,10 @@ class RequestChecker:
         if not isinstance(request.tenant, str):
             raise InvalidRequest("tenant", f"{shown(request.tenant)} must be a string, the name of a tenant.")
         tokens = self.prompt_tokens(request)
-        params, bad_words = self.without_words(copy(params))  # its owner may change it while the request runs
+        params, bad_words = self.split_bad_words(copy(params))  # the caller may change its own while the request runs
         params.check_vocabulary(self.num_ids, self.eos_ids)
         if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop", "this model has no tokenizer: use stop_token_ids instead.")
+            raise InvalidRequest("stop", "stop strings need a tokenizer, which this model lacks: use stop_token_ids.")
         matcher = None if params.grammar is None else self.matchers.matcher(params.grammar)
         speculation = Speculation.of(request.speculation, self.default)
         if speculation.drafter is not None and speculation.drafter not in self.drafter_names:
@@ -105,14 +104,14 @@ class RequestChecker:
         return sequences
 
     def seed_of(self, params: SamplingParams, request_id: int) -> int:
-        """The request's seed; without one, derived from the engine's seed and the request's number, or random."""
+        """The request's seed; without one, a seed derived from the engine's seed and the request's id, or a random one."""
         if params.seed is not None or self.seed is None:
             return params.resolve_seed()
         digest = blake2b(f"{self.seed % 2**64} {request_id}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
     def prompt_tokens(self, request: Request) -> list[int]:
-        """The prompt's token ids: at least one, all in the vocabulary, with room for an answer."""
+        """The prompt's token ids: at least one, all in the vocabulary, and room for at least one more token."""
         if request.prompt_token_ids is not None:
             self.check_length(len(request.prompt_token_ids))
             tokens = list(request.prompt_token_ids)
@@ -130,8 +129,8 @@ class RequestChecker:
                 raise InvalidRequest("prompt", f"{shown(token)} is not a token id from 0 to {self.num_ids - 1}.")
         return tokens
 
-    def without_words(self, params: SamplingParams) -> tuple[SamplingParams, list[tuple[int, ...]]]:
-        """The parameters with single-token bad words moved to `banned_tokens`, and the longer ones as token ids."""
+    def split_bad_words(self, params: SamplingParams) -> tuple[SamplingParams, list[tuple[int, ...]]]:
+        """The parameters with single-token bad words moved to `banned_tokens`; the longer bad words, as token ids."""
         if not params.bad_words:
             return params, []
         if self.tokenizer is None:
@@ -146,7 +145,7 @@ class RequestChecker:
         return banned, [ids for ids in words if len(ids) > 1]
 
     def spelled_tokens(self) -> SpelledTokens:
-        """The bytes of each token, as grammars need them. Raises InvalidGrammar if the tokenizer has none."""
+        """The bytes of each token, which grammars need. Raises InvalidGrammar if the tokenizer's tokens are not bytes."""
         table = None if self.tokenizer is None else self.tokenizer.byte_table()
         if self.tokenizer is None or table is None:
             lack = "has no tokenizer" if self.tokenizer is None else "has a tokenizer whose tokens are not byte strings"
@@ -155,7 +154,7 @@ class RequestChecker:
         return SpelledTokens(spelled, tokenizer.special_ids, tokenizer.encode_inside, tokenizer.surface)
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise PromptTooLong if a prompt of so many tokens leaves no room for a new one."""
+        """Raise PromptTooLong if a prompt of `num_tokens` tokens leaves no room for a new token."""
         if num_tokens >= self.max_length:
             raise PromptTooLong(
                 "prompt",

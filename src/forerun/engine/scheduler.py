@@ -1,8 +1,7 @@
-"""Scheduler: which sequences are read in the next round, and how many tokens of each.
+"""Scheduler: the sequences of the next round, and how many tokens the target reads of each.
 
-It decides admission, prompt chunks and preemption, and counts only the slots that the target itself needs: one for each
-token that is certain to be read. Draft tokens get the slots that are left, so drafting never delays or preempts a
-sequence.
+It decides admission, prompt chunks and preemption. It reserves cache slots only for tokens that are certain to be read,
+not for draft tokens, which get the slots that are left: drafting never delays or preempts a sequence.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from forerun.engine.prefixes import Prefixes
 from forerun.engine.sequence import Sequence, Status
 from forerun.models.runner import Read, Runner
 
-SHORT_PROMPT_TOKENS = 32  # length of a short prompt, and the least chunk size
-MAX_CHUNK_TOKENS = 512  # the greatest chunk size with "auto"
-CHUNK_TIME_FACTOR = 1.5  # time of a pass's prompt part, as a multiple of a short prompt's pass
-MIN_CHUNK_S = 0.005  # the least time limit: less is not noticed beside the time of HTTP
-NUM_TIMED_PASSES = 3  # the shortest counts
-MIN_CHANGE, MAX_CHANGE = 0.5, 1.25  # bounds of one change of the size, as factors
+SHORT_PROMPT_TOKENS = 32  # length of a short prompt, and the smallest chunk size
+MAX_CHUNK_TOKENS = 512  # the largest chunk size with "auto"
+CHUNK_TIME_FACTOR = 1.5  # time limit of a pass's prompt part, as a multiple of the time of a short prompt's pass
+MIN_CHUNK_S = 0.005  # the smallest time limit: a shorter pass would not be noticed, given the time of HTTP
+NUM_TIMED_PASSES = 3  # the fastest counts
+MIN_CHANGE, MAX_CHANGE = 0.5, 1.25  # bounds of the factor by which the chunk size changes at once
 
 
 class RowPlan(NamedTuple):
@@ -43,10 +42,10 @@ class RowPlan(NamedTuple):
 
 @dataclass(slots=True)
 class ChunkSize:
-    """Prompt tokens per pass (`tokens`); with a time limit `limit_s` the size adapts to the measured times.
+    """The chunk size of prefill: at most `tokens` prompt tokens per pass. With a time limit `limit_s` it adapts.
 
-    A short prompt that arrives waits for the current pass, so a pass over a long prompt should be short. With "auto"
-    the prompt part of a pass may take CHUNK_TIME_FACTOR times as long as a short prompt on an idle engine.
+    A new short prompt waits for the current pass, so passes over a long prompt should be short. With "auto" the prompt
+    part of a pass may take CHUNK_TIME_FACTOR times as long as a short prompt on an idle engine.
     """
 
     tokens: int
@@ -54,7 +53,7 @@ class ChunkSize:
 
     @classmethod
     def of(cls, options: EngineOptions, runner: Runner) -> ChunkSize:
-        """The size from the options; "auto" times a short prompt on the idle runner, which is cleared afterwards."""
+        """The size from the options. For "auto", a short prompt is timed on the idle runner and released again."""
         if isinstance(options.chunk_tokens, int):
             return cls(options.chunk_tokens)
         num_tokens, taken_s = min(SHORT_PROMPT_TOKENS, runner.window), []
@@ -67,7 +66,7 @@ class ChunkSize:
         return cls(2 * SHORT_PROMPT_TOKENS, max(MIN_CHUNK_S, CHUNK_TIME_FACTOR * min(taken_s)))
 
     def record(self, outcome: Outcome) -> None:
-        """Adapt the size after a round that read prompts. A round below the size can only make the size smaller."""
+        """Adapt the size after a round with prefill. A round with fewer tokens than the size can only reduce it."""
         if self.limit_s is None or not outcome.num_prompt_tokens or outcome.captured:
             return
         share = outcome.num_prompt_tokens / (outcome.num_prompt_tokens + outcome.num_tokens)
@@ -78,9 +77,10 @@ class ChunkSize:
 
 
 class Waiting:
-    """Sequences that are not in the batch yet, in one queue per tenant.
+    """Sequences that are not in the batch, in one queue per tenant.
 
-    Tenants take turns, so nobody waits behind all requests of another tenant. Within a tenant the order is kept.
+    Tenants take turns, so no request waits for all requests of another tenant. Within a tenant the queue is first in,
+    first out.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Waiting:
         return iter(self.by_id.values())
 
     def add(self, sequence: Sequence, first: bool = False) -> None:
-        """Append a sequence to its tenant's queue, or put it first."""
+        """Append a sequence to its tenant's queue, or put it at the front."""
         queue = self.queues.setdefault(sequence.tenant, OrderedDict())
         self.by_id[sequence.id] = queue[sequence.id] = sequence
         if first:
@@ -116,7 +116,7 @@ class Waiting:
         self.queues.clear()
 
     def next(self, running: Iterable[Sequence]) -> Sequence | None:
-        """The sequence to admit next: preempted ones first, then by fewest `running` of the tenant, then by id."""
+        """The sequence to admit next: preempted ones first, then of the tenant with the fewest `running`, then by id."""
         firsts = [next(iter(queue.values())) for queue in self.queues.values()]
         if len(firsts) < 2:
             return firsts[0] if firsts else None
@@ -125,10 +125,10 @@ class Waiting:
 
 
 class Scheduler:
-    """Fair between tenants; first come, first served within one.
+    """Plans rounds: fair between tenants, and first come, first served within a tenant.
 
-    Of the prompts being read, the shortest goes first; after a pass that leaves out the oldest one, the oldest goes
-    first. When the cache is full, the youngest sequence is preempted and later recomputed.
+    Among prompts being prefilled the shortest goes first; after a pass without tokens of the oldest one, the oldest
+    goes first. When the cache is full, the youngest sequence is preempted and later recomputed.
     """
 
     def __init__(self, prefixes: Prefixes, max_num_seqs: int, chunk: ChunkSize) -> None:
@@ -136,40 +136,40 @@ class Scheduler:
         self.cache = prefixes.cache
         self.max_num_seqs = max_num_seqs
         self.chunk = chunk
-        self.oldest_first = False  # whether the last pass left out the oldest prompt
+        self.oldest_first = False  # whether the last pass read no token of the oldest prompt
         self.waiting = Waiting()
-        self.running: list[Sequence] = []  # by arrival
+        self.running: list[Sequence] = []  # in order of arrival
 
     def submit(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.add(sequence)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Replace all queues by these sequences, in order of arrival."""
+        """Put all of these sequences, and no others, in the queue, in order of arrival."""
         self.running.clear()
         self.waiting.clear()
         for sequence in sorted(sequences, key=lambda s: s.id):
             self.waiting.add(sequence)
 
     def plan(self, alone: Sequence | None = None) -> tuple[list[RowPlan], list[Sequence]]:
-        """The rows of the next round, by arrival, all certain to fit the cache; and the sequences preempted for them.
+        """The rows of the next round, in order of arrival, and the sequences preempted to fit them in the cache.
 
         With `alone`, a waiting or running sequence, the round has this sequence only.
         """
-        if alone is None:
-            self.admit()
-            all_begun = all(sequence.num_read for sequence in self.running)
-            held_back = set() if all_begun else self.prefixes.begin(self.running)
-        else:
+        held_back = set[int]()
+        if alone is not None:
             self.start(alone)
-            held_back = set()
+        else:
+            self.admit()
+            if not all(sequence.num_read for sequence in self.running):
+                held_back = self.prefixes.start_new(self.running)
         preempted: list[Sequence] = []
         rows = self.rows(alone, held_back)
         while not self.fits(rows):
-            assert len(self.running) > 1, "one sequence alone does not fit the cache that was planned for it"
+            assert len(self.running) > 1, "a single sequence does not fit the cache, against the memory plan"
             preempted.append(self.preempt(next(s for s in reversed(self.running) if s is not alone)))
             rows = self.rows(alone, held_back)
-        self.oldest_first = self.left_out(rows, held_back)
+        self.oldest_first = self.skips_oldest(rows, held_back)
         return rows, preempted
 
     def admit(self) -> None:
@@ -194,31 +194,34 @@ class Scheduler:
             self.running.sort(key=lambda s: s.id)
 
     def blocks_needed(self, sequence: Sequence) -> int:
-        """Cache blocks for all tokens of a waiting sequence and one more block to grow, at most its final length."""
+        """Cache blocks for all tokens of a waiting sequence plus one block to grow, up to its final length."""
         size = self.cache.blocks.block_size
         known = len(sequence.tokens)
         return -(-min(known + size, known + sequence.room) // size)
 
     def rows(self, alone: Sequence | None, held_back: Set[int]) -> list[RowPlan]:
-        """The plans of all running sequences except those `held_back`, or of `alone` only."""
+        """The plans of all running sequences except those in `held_back`, or of `alone` only."""
         sequences = [s for s in self.running if s.id not in held_back] if alone is None else [alone]
         unread = [len(sequence.tokens) - 1 - sequence.num_read for sequence in sequences]
-        each = zip(sequences, unread, chunk_sizes(unread, self.chunk.tokens, self.oldest_first), strict=True)
-        rows = [RowPlan(sequence, num, draws=num == num_unread) for sequence, num_unread, num in each]
+        sizes = chunk_sizes(unread, self.chunk.tokens, self.oldest_first)
+        rows = [
+            RowPlan(sequence, size, draws=size == num_unread)
+            for sequence, num_unread, size in zip(sequences, unread, sizes, strict=True)
+        ]
         return [row for row in rows if row.num_certain]
 
-    def left_out(self, rows: Seq[RowPlan], held_back: Set[int]) -> bool:
-        """Whether the oldest sequence with an unread prompt gets no tokens in these rows."""
+    def skips_oldest(self, rows: Seq[RowPlan], held_back: Set[int]) -> bool:
+        """Whether these rows have no token of the oldest sequence whose prompt is not read yet."""
         unread = (s for s in self.running if s.id not in held_back and s.num_read < len(s.tokens) - 1)
         oldest = next(unread, None)
         return oldest is not None and not any(row.sequence is oldest for row in rows)
 
     def fits(self, rows: list[RowPlan]) -> bool:
-        """Whether the cache has slots for all tokens that these rows are certain to read."""
+        """Whether the cache has slots for all tokens of these rows, draft tokens excluded."""
         return self.cache.can_reserve([r.sequence.id for r in rows], [r.num_certain for r in rows])
 
     def preempt(self, sequence: Sequence) -> Sequence:
-        """Move a sequence back to the queue. Later it is recomputed (the same bits) or found in the prefix cache."""
+        """Move a sequence back to the queue. Its KV cache is recomputed later, or found in the prefix cache."""
         self.prefixes.retire(sequence)
         self.running.remove(sequence)
         sequence.status, sequence.num_read = Status.WAITING, 0
@@ -233,11 +236,11 @@ class Scheduler:
         sequence.status = Status.FINISHED
 
 
-def chunk_sizes(unread: Seq[int], most: int, oldest_first: bool) -> list[int]:
-    """How many of its `unread` tokens each row reads, at most `most` in all: shortest first, or oldest first."""
+def chunk_sizes(unread: Seq[int], max_tokens: int, oldest_first: bool) -> list[int]:
+    """How many of its `unread` tokens each row reads: shortest first or oldest first, `max_tokens` in all."""
     sizes = [0] * len(unread)
     order = range(len(unread)) if any(unread) else ()
     for row in order if oldest_first else sorted(order, key=unread.__getitem__):
-        sizes[row] = min(unread[row], most)
-        most -= sizes[row]
+        sizes[row] = min(unread[row], max_tokens)
+        max_tokens -= sizes[row]
     return sizes

@@ -1,7 +1,7 @@
 """Sequence: one text being generated; ActiveSequences: all unfinished sequences of an engine.
 
-A sequence is one sample of one request. It turns accepted tokens into text, log-probabilities and a stop. The KV cache
-belongs to `PagedCache` and draft state to the drafter, both keyed by the sequence's id.
+A sequence is one sample of one request. It turns accepted tokens into text and log-probabilities, and ends at a stop
+condition. Its keys and values are in `PagedCache` and its draft state in the drafter, both by the sequence's id.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Status(Enum):
 class Sequence:
     """One sample of one request. Sequences are compared by identity.
 
-    `tokens` is prompt and output; the last one, the root, is not yet read by the target. `num_read` of them are in the
-    target's KV cache. `max_length` is the context limit in tokens. Texts of one tenant are never used to draft for
-    another.
+    `tokens` is prompt and output; the last one, the root, has not been read by the target. The first `num_read` tokens
+    are in the target's KV cache. `max_length` is the context limit in tokens. Texts of one tenant are never used to
+    draft for another.
     """
 
     id: int
@@ -59,11 +59,11 @@ class Sequence:
     stop: StopChecker
     tenant: str | None = ""  # None: its text is never used to draft for other sequences
     bad_words: Seq[Seq[int]] = ()
-    constraint: Constraint | None = None  # the grammar's
+    constraint: Constraint | None = None  # of the request's grammar
     draft_details: bool = False  # whether its deltas list the draft tokens
     status: Status = Status.WAITING
     num_read: int = 0
-    num_cached: int | None = None  # prompt tokens found in the prefix cache; None before the first read
+    num_cached: int | None = None  # prompt tokens found in the prefix cache; None before prefill starts
     origins: list[Origin] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_preempted: int = 0
@@ -79,12 +79,12 @@ class Sequence:
 
     @property
     def unread(self) -> list[int]:
-        """Tokens before the root that the target has not read: initially the prompt, after preemption all tokens."""
+        """Tokens before the root that are to be prefilled: initially the prompt's, after preemption all."""
         return self.tokens[self.num_read : -1]
 
     @property
     def room(self) -> int:
-        """How many tokens may still be generated."""
+        """Number of tokens that may still be generated."""
         asked = self.params.max_tokens
         limit = self.max_length - len(self.tokens)
         return limit if asked is None else min(limit, asked - self.num_output)
@@ -95,12 +95,12 @@ class Sequence:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     def extend(self, place: int, tokens: Seq[int], origins: Seq[Origin]) -> None:
-        """Replace the tokens from index `place` on. It is safe to call this twice."""
+        """Set the tokens from index `place` on. It is safe to call this twice."""
         self.tokens[place:] = tokens
         self.origins[place - self.num_prompt :] = origins
 
     def completed_by(self, tokens: Seq[int]) -> int | None:
-        """The number of these tokens after which the grammar is complete; None if it is not, or without a grammar."""
+        """The number of these tokens after which the grammar is complete; None if it is not, or if there is none."""
         return None if self.constraint is None else self.constraint.completed_by(tokens)
 
     def delta(
@@ -111,10 +111,10 @@ class Sequence:
         kernels: SamplingKernels | None = None,
         completed_by: int | None = None,
     ) -> Delta:
-        """The delta of an accepted run, up to the token that ends the text; `first` is the first row of its nodes'
-        logits.
+        """The delta of an accepted run, up to the token that ends the text. Updates nothing but the stop checker.
 
-        `completed_by` (see above) ends the text by its grammar. Only the stop checker is updated.
+        `first` is the row of `logits` at which those of its tree's nodes start. If `completed_by` is given, the text
+        ends after this many tokens because its grammar is complete.
         """
         stop = self.stop.push(run.tokens, completed_by)
         tokens = run.tokens[: stop.num_kept]
@@ -155,18 +155,21 @@ class Sequence:
     def score_prompt(
         self, num_scored: int, logits: Float[Tensor, "judged vocab"], kernels: SamplingKernels | None = None
     ) -> None:
-        """Record log-probabilities of the prompt tokens after the `num_scored` just read; their `logits` come first."""
+        """Record the log-probabilities of prompt tokens, from the first `num_scored` rows of `logits`.
+
+        These are the rows of the chunk that was just read; each predicts the token after it.
+        """
         first = self.num_read + 1
         last = min(first + num_scored, self.num_prompt)
         count = self.params.prompt_logprobs
-        assert count is not None, "only sequences that ask for it score their prompt"
+        assert count is not None, "the request does not ask for log-probabilities of its prompt"
         new = token_logprobs(logits[: last - first], self.tokens[first:last], count, kernels)
         self.prompt_logprobs += new[len(self.prompt_logprobs) - first + 1 :]
 
     def restart(self) -> None:
-        """Go back to waiting, to be read again from the first token. The tokens stay."""
+        """Go back to waiting, to be prefilled again from the first token; all tokens stay."""
         self.status, self.num_read = Status.WAITING, 0
-        self.stop = self.stop.anew(self.tokens[self.num_prompt :])
+        self.stop = self.stop.restarted(self.tokens[self.num_prompt :])
 
     def sampling(self) -> RowSampling:
         """The sequence's sampling state for a round's draws."""
@@ -191,8 +194,9 @@ OnDelta = Callable[[Delta], None]
 class ActiveSequences:
     """The unfinished sequences of one engine, by id and by request, and the callbacks for their deltas.
 
-    This is the only state that survives an interrupted round: the sequences' tokens, and the deltas that were decided.
-    The rest is recomputed from the tokens. Every method can be repeated after an interrupt, with the same result.
+    This is the only state that survives an interrupted round: the sequences' tokens, and the deltas in `decided`.
+    Everything else is recomputed from the tokens. Every method can be repeated after an interrupt, with the same
+    result.
 
     `decided` holds the deltas of the current round, each with the number of tokens before it; None until all of them
     are computed. One assignment sets it and makes the round final; `settle` then applies it.
@@ -215,7 +219,7 @@ class ActiveSequences:
         return list(self.samples.get(request_id, {}).values())
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence if it is there. After an interrupt it can be called again."""
+        """Remove a sequence, if it is still here."""
         self.readers.pop(sequence.id, None)
         samples = self.samples.get(sequence.request_id, {})
         samples.pop(sequence.id, None)
@@ -236,7 +240,7 @@ class ActiveSequences:
                 sequence.status = Status.FINISHED
 
     def fail(self, sequence: Sequence, error: Exception) -> Delta:
-        """Finish a sequence with an error, which its callback gets as a delta. It stays here until `restart`."""
+        """Finish a sequence with an error, which is delivered as its last delta. It stays here until `restart`."""
         delta = sequence.failure(error)
         if (on_delta := self.readers.pop(sequence.id, None)) is not None:
             on_delta(delta)
@@ -244,7 +248,7 @@ class ActiveSequences:
         return delta
 
     def restart(self) -> list[Sequence]:
-        """Remove finished sequences and prepare the others to be read again from their first token."""
+        """Remove finished sequences and prepare the others to be prefilled again from their first token."""
         for sequence in list(self.sequences.values()):
             if sequence.status is Status.FINISHED:
                 self.remove(sequence)

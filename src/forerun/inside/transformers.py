@@ -376,7 +376,7 @@ def run(llm: LLM, texts: Sequence[RowText], criteria: Criteria) -> None:
         if ended and (criteria.pads or min(len(each.tokens) for each in texts) >= longest(texts)):
             break
         if text.end is not None and criteria.pads and delta.finish_reason is None:
-            llm.driver.jobs.append(llm.driver.cancelling({text.sequence.request_id}))
+            llm.driver.jobs.append(llm.driver.cancel_job({text.sequence.request_id}))
 
 
 def longest(texts: Sequence[RowText]) -> int:

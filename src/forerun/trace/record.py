@@ -18,7 +18,7 @@ from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft
 from forerun.engine.driver import EngineDriver
 from forerun.engine.engine import Engine, RoundPlan
-from forerun.engine.reading import TargetPass
+from forerun.engine.target_pass import TargetPass
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -96,24 +96,24 @@ class WatchedEngine(Engine):
         self.choice = self.controller.reason() if isinstance(self.controller, MeasuredDepth) else ""
         return draft
 
-    def accept(self, reading: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
+    def accept(self, target: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """The engine's accept step, recorded; figures are computed first, since they refer to the text before it."""
-        traced = [self.traced_round(reading, verdict)] if any(row.tree for row in reading.rows) else []
-        deltas, rows = super().accept(reading, verdict)
+        traced = [self.traced_round(target, verdict)] if any(row.tree for row in target.rows) else []
+        deltas, rows = super().accept(target, verdict)
         for round_, delta in zip(traced, deltas, strict=True):
             self.text += delta.text
             emitted = round_.emitted[: len(delta.token_ids)]  # the text may have ended within the accepted run
             self.rounds.append(replace(round_, emitted=emitted, segments=delta.segments, text=self.text))
         return deltas, rows
 
-    def traced_round(self, reading: TargetPass, verdict: Verdict) -> TracedRound:
+    def traced_round(self, target: TargetPass, verdict: Verdict) -> TracedRound:
         """The round by its verdict, before stop conditions and detokenization."""
         assert self.passing is not None, "a round drafts before it accepts"
         plan, tree = self.passing
-        (row,) = reading.rows
+        (row,) = target.rows
         assert row.tree is not None, "a row that draws has a tree"
         assert isinstance(plan.draws, WatchedDraws), "a watched round has watched draws"
-        figures = numbers(tree, reading.node_logits(), plan.draws, self.options.verification)
+        figures = numbers(tree, target.node_logits(), plan.draws, self.options.verification)
         q = plan.draws.q | declared(tree, row.tree, plan.draws.vocab)
         spell = speller(self.tokenizer, list(row.sequence.tokens))
         (run,) = accept(verdict, [row.tree])

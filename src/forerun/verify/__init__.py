@@ -1,1 +1,1 @@
-"""② Verify: which guesses the target accepts, and the token that it draws after them. Pure functions of tensors."""
+"""② Verify: which draft tokens are accepted, and the token that is sampled after them. Pure functions of tensors."""

@@ -1,11 +1,11 @@
 """The three verification rules: follow, token and block.
 
 This file decides which draft tokens are accepted, and the distribution of the token after them. The rules are pure
-functions of tensors: sampled tokens, the laws (probability distributions) `p` and `q` and the uniforms are arguments,
-nothing synchronises with a device, and every function computes in the dtype of `p`. So the exactness tests can
-enumerate these very functions in float64 while requests are served in float32.
+functions of tensors: sampled tokens, the laws (probability distributions) `p` and `q` and the uniform numbers are
+arguments, nothing synchronises with a device, and every function computes in the dtype of `p`. So the exactness tests
+enumerate the same functions in float64 that serve requests in float32.
 
-Laws are packed: `p` has one row per judged node, and `row[b, i]` is the row of node i of sequence b.
+Laws are packed: `p` has one row per verified node, and `row[b, i]` is the row of node i of sequence b.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from forerun.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verification: the accepted path and the token after it, in one tensor, so that one copy fetches it.
+    """The result of verification: the accepted path and the token after it, packed for one copy to the host.
 
     `path` holds the accepted nodes from the root down, then -1; `length` counts the accepted draft tokens (without the
     root); `next_token` is the recovered token after a rejection, the bonus token after a full path. `ranked` are the
     log-probabilities (`sampling.logprobs`) of the token after each node that was read, if they were computed.
+    `download` is the copy to the host if it has been started.
     """
 
     packed: Int[Tensor, "batch verdict"]  # length, next token, path
     ranked: Float[Tensor, "rows numbers"] | None = None
-    arriving: Download | None = None
+    download: Download | None = None
 
     @classmethod
     def of(
@@ -64,12 +65,12 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class AcceptLaw:
-    """The acceptance probability of each node, and the distribution of the next token where the walk stops.
+    """The acceptance probability of each node, and the distribution of the next token if the path ends there.
 
-    `accept[b, i]`, by the token rule: P(node i accepted | its parent accepted, its earlier siblings rejected); the
-    first failure stops the walk. By the block rule: the success probability of node i's own coin, and the deepest
-    success wins (`last_success`, which may differ by sequence), whatever failed before it. 0 for roots and padding.
-    `after[row[b, i]]` is the law of the next token if the walk stops at node i.
+    `accept[b, i]` by the token rule: P(node i accepted | its parent accepted, its earlier siblings rejected); the path
+    ends at the first failure. By the block rule: the success probability of node i's own coin; the path ends at the
+    deepest success, whatever failed before it (`last_success`, which may differ by sequence). 0 for roots and padding.
+    `after[row[b, i]]` is the law of the next token if the path ends at node i.
     """
 
     accept: Float[Tensor, "batch nodes"]
@@ -79,10 +80,10 @@ class AcceptLaw:
 
 
 def follow(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Verdict:
-    """Accept the draft tokens that the target itself has sampled.
+    """Accept the draft tokens that equal the target's own samples.
 
-    `drawn[b, i]` is the target's sample after node i, drawn without looking at the draft tokens below i. Lossless for
-    any draft and any choice of its length, since the output is the target's own sample; no `q` is needed.
+    `drawn[b, i]` is the target's sample after node i, which does not depend on the draft tokens below i. Lossless for
+    any draft of any length, since every output token is the target's own sample; no `q` is needed.
     """
     match = tree.tokens == drawn.gather(1, tree.parents.clamp_min(0))
     walked = _descend(tree, match)
@@ -90,55 +91,55 @@ def follow(tree: DraftTree, drawn: Int[Tensor, "batch nodes"]) -> Verdict:
 
 
 def token_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> AcceptLaw:
-    """Judge every draft token on its own: speculative sampling, and recursive rejection without replacement on trees.
+    """Verify draft tokens one by one: speculative sampling; on trees, recursive rejection without replacement.
 
-    A child t is accepted with probability min(1, P(t)/Q(t)); a rejection leaves P = norm([P - Q]+), and Q without t. P
-    starts as `p`, Q as `tree.q`. For a child that was not sampled (`tree.q.row` -1, or no support left) Q is the point
-    mass at itself. Lossless if the tokens were sampled from `tree.q`. Leviathan et al. 2211.17192, Chen et al.
-    2302.01318; trees: RSD, Jeon et al. 2402.14160.
+    A child t is accepted with probability min(1, P(t)/Q(t)); after a rejection, P becomes norm([P - Q]+), and t is
+    removed from Q. P starts as `p`, Q as `tree.q`. For a child that was not sampled (`tree.q.row` is -1, or Q has no
+    support left) Q is the point mass at the child. Lossless if the tokens were sampled from `tree.q`. Leviathan et al.
+    2211.17192, Chen et al. 2302.01318; trees: RSD, Jeon et al. 2402.14160.
     """
-    offers = _offers(tree, p, row)
-    left, q = p, offers.q
+    children = _packed_children(tree, p, row)
+    residual, q = p, children.q
     accept = p.new_zeros(tree.tokens.numel() + 1)
     for rank in range(tree.width):
-        token = offers.token[:, rank, None]
-        chance, rest = _try(left, q, token, offers.drawn)
-        accept.index_copy_(0, offers.child[:, rank], chance)
-        left = torch.where(token >= 0, rest, left)
-        q = _next_draw(q, token) if rank + 1 < tree.width else q
-    return AcceptLaw(accept[:-1].view_as(tree.parents), left, row, last_success=False)
+        token = children.token[:, rank, None]
+        probability, after_rejection = _accept_or_residual(residual, q, token, children.drawn)
+        accept.index_copy_(0, children.node[:, rank], probability)
+        residual = torch.where(token >= 0, after_rejection, residual)
+        q = _without_replacement(q, token) if rank + 1 < tree.width else q
+    return AcceptLaw(accept[:-1].view_as(tree.parents), residual, row, last_success=False)
 
 
 def block_law(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> AcceptLaw:
-    """Judge a chain as a whole: a bad draft token may be accepted because of good ones after it.
+    """Verify a chain jointly: an unlikely draft token may be accepted because of the draft tokens after it.
 
-    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the coin of node i succeeds with S_i / (S_i + 1 - w_i), S_i =
-    sum [w_i p_i - q_i]+, or with w_i at the chain's end; the token after node i is drawn from norm([w_i p_i - q_i]+).
-    Chains only. Never accepts less than `token_law`, and lossless under the same condition. Sun et al. 2403.10444,
-    algorithm 2.
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the coin of node i succeeds with probability
+    S_i / (S_i + 1 - w_i), where S_i = sum [w_i p_i - q_i]+, or w_i at the chain's end; the token after node i is
+    sampled from norm([w_i p_i - q_i]+). Chains only. Never accepts fewer tokens on average than `token_law`, and is
+    lossless under the same condition. Sun et al. 2403.10444, algorithm 2.
     """
     assert tree.width == 1, f"block verification judges chains, not a tree of width {tree.width}"
-    offers = _offers(tree, p, row)
-    token = offers.token
-    px, qx = _at(p, token), _at(offers.q, token)
-    point = ~offers.drawn | (qx <= 0)
-    weight = _weights(tree, offers, px, torch.where(point, 1.0, qx))
+    children = _packed_children(tree, p, row)
+    token = children.token
+    px, qx = _at(p, token), _at(children.q, token)
+    is_point = ~children.drawn | (qx <= 0)  # Q is the point mass at the child
+    weight = _weights(tree, children, px, torch.where(is_point, 1.0, qx))
     w = _pack(weight, tree, row, len(p))[:, None]
     scaled = w * p
-    left = torch.where(point, _without(scaled, token), (scaled - offers.q).clamp_min(0))
-    mass = _total(left)
-    enough = mass + 1 - w
-    success = torch.where(enough == 0, 1.0, mass / enough).clamp_max(1)  # NaN, of a law that is none, accepts nothing
+    residual = torch.where(is_point, _without(scaled, token), (scaled - children.q).clamp_min(0))
+    mass = _total(residual)
+    denominator = mass + 1 - w
+    success = torch.where(denominator == 0, 1.0, mass / denominator).clamp_max(1)  # if p has NaN, nothing is accepted
     success = torch.where(token >= 0, success, w)
-    after = torch.where(token >= 0, _normalised(left, mass, p), p)
+    after = torch.where(token >= 0, _normalised(residual, mass, p), p)
     accept = torch.where(tree.parents >= 0, success[:, 0][row.clamp_min(0)], 0.0)
     return AcceptLaw(accept, after, row, last_success=True)
 
 
 def walk(tree: DraftTree, law: AcceptLaw, uniform: Float[Tensor, "batch nodes"]) -> Walk:
-    """Toss every node's coin and descend as far as the rule allows.
+    """The accepted path: a node succeeds if its `uniform` number is below its acceptance probability.
 
-    `uniform` lies in [0, 1): probability 0 never succeeds, probability 1 always. Siblings are tried in draw order.
+    `uniform` is in [0, 1): probability 0 never succeeds, probability 1 always. Siblings are tried in draw order.
     """
     success = (uniform < law.accept) & (tree.parents >= 0)
     if law.last_success is not False:  # on a chain an accepted node accepts all nodes before it
@@ -148,7 +149,7 @@ def walk(tree: DraftTree, law: AcceptLaw, uniform: Float[Tensor, "batch nodes"])
 
 
 def _descend(tree: DraftTree, chosen: Bool[Tensor, "batch nodes"]) -> Walk:
-    """From each root down along the first chosen child."""
+    """The path from each root down, at every node to its first chosen child."""
     batch, nodes = tree.parents.shape
     node = torch.arange(nodes, device=tree.parents.device).expand(batch, nodes)
     below = node.new_full((batch, nodes + 1), nodes)  # column `nodes` stands for "no further"
@@ -165,66 +166,68 @@ def _descend(tree: DraftTree, chosen: Bool[Tensor, "batch nodes"]) -> Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offers:
-    """For each packed row its children, in draw order, and the law that they were sampled from."""
+class _PackedChildren:
+    """For each packed row the children of its node, in draw order, and the law that they were sampled from."""
 
-    child: Int[Tensor, "rows width"]  # index into the flattened nodes; one past the end where there are fewer
-    token: Int[Tensor, "rows width"]  # -1 where there are fewer
+    node: Int[Tensor, "rows width"]  # index into the flattened nodes; missing children have the index after the last
+    token: Int[Tensor, "rows width"]  # -1 for missing children
     q: Float[Tensor, "rows vocab"]
-    drawn: Bool[Tensor, "rows 1"]  # False: chosen without chance
+    drawn: Bool[Tensor, "rows 1"]  # whether the children were sampled; else they were chosen deterministically
 
 
-def _offers(tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]) -> _Offers:
+def _packed_children(
+    tree: DraftTree, p: Float[Tensor, "rows vocab"], row: Int[Tensor, "batch nodes"]
+) -> _PackedChildren:
     batch, nodes = tree.parents.shape
     rows, vocab = p.shape
     first = torch.arange(batch, device=row.device)[:, None, None] * nodes
     children = tree.children()
-    child = _pack(torch.where(children >= 0, children + first, -1), tree, row, rows)
-    token = torch.where(child >= 0, tree.tokens.flatten()[child.clamp_min(0)], -1)
-    child = torch.where(child >= 0, child, batch * nodes)
+    node = _pack(torch.where(children >= 0, children + first, -1), tree, row, rows)
+    token = torch.where(node >= 0, tree.tokens.flatten()[node.clamp_min(0)], -1)
+    node = torch.where(node >= 0, node, batch * nodes)
     if tree.q is None or len(tree.q.probs) == 0:
-        return _Offers(child, token, torch.zeros_like(p), torch.zeros_like(child[:, :1], dtype=torch.bool))
+        return _PackedChildren(node, token, torch.zeros_like(p), torch.zeros_like(node[:, :1], dtype=torch.bool))
     source = _pack(tree.q.row, tree, row, rows)
     q = tree.q.dense(vocab).to(p.dtype)[source.clamp_min(0)]
-    return _Offers(child, token, q, source[:, None] >= 0)
+    return _PackedChildren(node, token, q, source[:, None] >= 0)
 
 
 def _pack(values: Tensor, tree: DraftTree, row: Int[Tensor, "batch nodes"], rows: int) -> Tensor:
     """Values of nodes [batch, nodes, ...] moved to their packed rows [rows, ...]; -1 in rows without a node."""
-    home = torch.where(tree.valid, row, rows).flatten()
+    target = torch.where(tree.valid, row, rows).flatten()
     packed = values.new_full((rows + 1, *values.shape[2:]), -1)
-    return packed.index_copy_(0, home, values.flatten(0, 1))[:rows]
+    return packed.index_copy_(0, target, values.flatten(0, 1))[:rows]
 
 
-def _try(
+def _accept_or_residual(
     p: Float[Tensor, "rows vocab"],
     q: Float[Tensor, "rows vocab"],
     token: Int[Tensor, "rows 1"],
     drawn: Bool[Tensor, "rows 1"],
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
-    """P(token accepted), and the law left once it is rejected."""
+    """P(token accepted), and the residual law after its rejection."""
     px, qx = _at(p, token), _at(q, token)
-    point = ~drawn | (qx <= 0)
-    chance = (px / torch.where(point, 1.0, qx)).clamp_max(1)
-    left = torch.where(point, _without(p, token), (p - q).clamp_min(0))
-    return chance[:, 0], _normalised(left, _total(left), p)
+    is_point = ~drawn | (qx <= 0)  # Q is the point mass at the token
+    probability = (px / torch.where(is_point, 1.0, qx)).clamp_max(1)
+    residual = torch.where(is_point, _without(p, token), (p - q).clamp_min(0))
+    return probability[:, 0], _normalised(residual, _total(residual), p)
 
 
 def _weights(
-    tree: DraftTree, offers: _Offers, px: Float[Tensor, "rows 1"], qx: Float[Tensor, "rows 1"]
+    tree: DraftTree, children: _PackedChildren, px: Float[Tensor, "rows 1"], qx: Float[Tensor, "rows 1"]
 ) -> Float[Tensor, "batch nodes"]:
-    """The block rule's w of every node; min is taken at each step, not of the joint ratio."""
-    child, empty = offers.child[:, 0], px.new_ones(tree.parents.numel() + 1)
+    """The block rule's w of every node; the minimum is taken at each step, not of the joint ratio."""
+    child, empty = children.node[:, 0], px.new_ones(tree.parents.numel() + 1)
     own_p = empty.index_copy(0, child, px[:, 0])[:-1].view_as(tree.parents)  # p of node i's own token
     own_q = empty.index_copy(0, child, qx[:, 0])[:-1].view_as(tree.parents)
     weight = torch.ones_like(own_p)
     for _ in range(tree.depth):
         above = weight.gather(1, tree.parents.clamp_min(0))
-        weight = torch.where(tree.parents >= 0, _carry(above * own_p, own_q), 1.0)
+        weight = torch.where(tree.parents >= 0, _min_ratio(above * own_p, own_q), 1.0)
     return weight
 
 
-def _carry(numerator: Tensor, denominator: Tensor) -> Tensor:
+def _min_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return (numerator / denominator).clamp_max(1)
 
 
@@ -233,23 +236,23 @@ def _at(law: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> Float
 
 
 def _without(law: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> Float[Tensor, "rows vocab"]:
-    """The law with the token struck out; not normalised."""
+    """The law with the token's probability set to 0; not normalised."""
     return law.scatter(1, token.clamp_min(0), torch.where(token >= 0, 0.0, _at(law, token)).to(law.dtype))
 
 
-def _next_draw(q: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> Float[Tensor, "rows vocab"]:
-    """The law of the next sibling, drawn without replacement; all zero where no support is left."""
+def _without_replacement(q: Float[Tensor, "rows vocab"], token: Int[Tensor, "rows 1"]) -> Float[Tensor, "rows vocab"]:
+    """The law of the next sibling after `token`, sampled without replacement; all zero if no support is left."""
     rest = _without(q, token)
     return _normalised(rest, _total(rest), rest)
 
 
-def _total(left: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
-    return running_sum(left)[:, -1:]  # torch.sum has other bits beside other rows
+def _total(residual: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
+    return running_sum(residual)[:, -1:]  # the bits of torch.sum depend on the other rows
 
 
 def _normalised(
-    left: Float[Tensor, "rows vocab"], mass: Float[Tensor, "rows 1"], fallback: Float[Tensor, "rows vocab"]
+    residual: Float[Tensor, "rows vocab"], mass: Float[Tensor, "rows 1"], fallback: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """`left` as a law; the fallback where float error has emptied it, which happens only where nothing is rejected."""
-    full = mass > 0
-    return torch.where(full, left / torch.where(full, mass, 1.0), fallback)
+    """The normalised residual; `fallback` if rounding has left no mass, which happens only if nothing is rejected."""
+    has_mass = mass > 0
+    return torch.where(has_mass, residual / torch.where(has_mass, mass, 1.0), fallback)

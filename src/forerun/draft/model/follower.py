@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.cache.beginnings import Beginning, LiveText, begin_row, longest_beginning, num_shared
 from forerun.cache.blocks import OutOfBlocks
+from forerun.cache.shared_prefix import CachedPrefix, CachedText, longest_prefix, num_shared, start_row
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Outlook
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass, number_tokens, starts_of
 from forerun.draft.model.grower import LevelReader, grow, unseen_chains
@@ -107,17 +107,17 @@ class Follower:
             return most
         return self.states.covered(text[:most], salt, self.beginning(text[:most], salt).num_tokens)
 
-    def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
+    def beginning(self, text: Sequence[int], salt: Hashable) -> CachedPrefix:
         """The cached prefix of a text."""
-        others = (LiveText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
-        return longest_beginning(self.runner.cache, text, salt, others)
+        others = (CachedText(seq_id, other.salt, other.text) for seq_id, other in self.sequences.items())
+        return longest_prefix(self.runner.cache, text, salt, others)
 
     def start_row(self, seq_id: int, most: int | None = None) -> None:
         """Start the cache row of a new text with its cached prefix, at most the prefix of `text[:most]`."""
         drafted, cache = self.sequences[seq_id], self.runner.cache
         if seq_id not in cache:
             beginning = self.beginning(drafted.text[:most], drafted.salt)
-            num_known = begin_row(cache, LiveText(seq_id, drafted.salt, drafted.text), beginning)
+            num_known = start_row(cache, CachedText(seq_id, drafted.salt, drafted.text), beginning)
             self.states.drop(seq_id, num_known)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:

@@ -77,7 +77,7 @@ class GrowingTree:
         if not self.coupled or len(tree.tokens) - 1 <= num_nodes:
             return tree
         likely = sorted(range(1, len(tree.tokens)), key=lambda node: -tree.survival[node])
-        return tree.some([0, *sorted(likely[:num_nodes])])
+        return tree.subtree([0, *sorted(likely[:num_nodes])])
 
 
 def best_first(growing: GrowingTree, newest: Sequence[int]) -> Mapping[int, Ranks]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from forerun.annotations import Float
-from forerun.cache.beginnings import num_shared
+from forerun.cache.shared_prefix import num_shared
 from forerun.models.runner import Read
 
 UNREAD_BYTES = 64 << 20  # limit of all unread states of a drafter

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.cache.beginnings import Beginning
+from forerun.cache.shared_prefix import CachedPrefix
 from forerun.cache.paged import PagedCache
 from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
@@ -148,9 +148,9 @@ class MtpDrafter(StateFollower):
         self.num_modules, self.hidden = len(modules.modules), modules.config.hidden
         super().__init__(runner, ids, self.num_modules * self.hidden)
 
-    def beginning(self, text: Sequence[int], salt: Hashable) -> Beginning:
+    def beginning(self, text: Sequence[int], salt: Hashable) -> CachedPrefix:
         """Nothing with several modules: the outputs at the end of a text, which they need, are not kept."""
-        return super().beginning(text, salt) if self.num_modules == 1 else Beginning()
+        return super().beginning(text, salt) if self.num_modules == 1 else CachedPrefix()
 
     def fuse(self, features: Float[Tensor, "total modules hidden"]) -> Float[Tensor, "total inputs"]:
         """The states of all modules, concatenated."""

@@ -1,6 +1,7 @@
-"""Reading: lays out the rows of a round for the target's pass, and finds their logits in its result.
+"""TargetPass: the input and the result of a round's forward pass of the target.
 
-A row's prompt chunk, root and draft tokens become one `Read` for the runner.
+Each sequence's prompt chunk, root and draft tokens become one `Read` for the runner; `RoundRow` knows which rows of the
+logits belong to them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from forerun.tree import DraftTree, HostTree
 
 
 class RoundRow(NamedTuple):
-    """One row of a round: a chunk of unread tokens, followed by the draft tree if the row samples a token.
+    """One sequence's part of a round: a chunk of unread tokens, then the draft tree if the sequence samples a token.
 
     Its logits start at row `first` of the pass's logits: first those of `num_scored` chunk tokens (all of the chunk or
-    none), for the prompt's log-probabilities, then those of the tree's nodes. After verification `accepted` are the
-    nodes that became final; the chunk always does.
+    none), for the prompt's log-probabilities, then those of the tree's nodes. `accepted` are the nodes that stay after
+    verification; the chunk always stays.
     """
 
     plan: RowPlan
@@ -42,7 +43,7 @@ class RoundRow(NamedTuple):
 
     @classmethod
     def of_plans(cls, plans: Seq[RowPlan], trees: Mapping[int, HostTree]) -> list[RoundRow]:
-        """The rows of a round before the pass; `trees` maps sequence ids to the trees of rows that sample."""
+        """The rows of a round before the pass; `trees` has the tree of each sequence that samples, by its id."""
         rows: list[RoundRow] = []
         first = 0
         for plan in plans:
@@ -67,28 +68,28 @@ class RoundRow(NamedTuple):
         return len(self.tree.tokens) if self.tree else 0
 
     def read(self) -> Read:
-        """The row as a `Read` for the runner."""
+        """The row as the runner's input."""
         num_chunk = self.plan.num_chunk
         tokens = self.sequence.unread[:num_chunk] + (self.tree.tokens if self.tree else [])
         judged = range(num_chunk - self.num_scored, len(tokens))
         if self.tree is None or not self.tree.branches:
             return Read(self.sequence.id, tokens, judged=judged)
-        assert num_chunk == 0, "a sequence with unread text is not drafted"
+        assert num_chunk == 0, "a sequence is not drafted while its prompt is prefilled"
         return Read(self.sequence.id, tokens, self.tree.parents, judged, scratch=self.tree.depth() + 1)
 
     def with_accepted(self, nodes: Seq[int]) -> RoundRow:
-        """A copy of the row in which these nodes of its tree are final."""
+        """A copy of the row with these nodes accepted."""
         return RoundRow(self.plan, self.tree, self.first, self.num_scored, nodes)
 
     @property
     def path(self) -> Seq[int]:
-        """Indices of the read's tokens that stay in the cache, in order."""
+        """Indices of the row's tokens that stay in the KV cache, in order."""
         num_chunk = self.plan.num_chunk
         return [*range(num_chunk), *(num_chunk + node for node in self.accepted)] if num_chunk else self.accepted
 
 
-def drawn_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
-    """Where the pass finds draft tokens that only the device knows: their places in the trees, by token of the pass."""
+def unseen_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> DeviceTokens:
+    """Draft tokens that only the device knows: for each token of the pass its index in `tokens`, -1 in chunks."""
     source: list[int] = []
     first = 0
     for row in rows:
@@ -99,8 +100,8 @@ def drawn_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> Dev
     return DeviceTokens(tokens, source)
 
 
-def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
-    """Whether the target's pass may continue above an early exit: the tree is as proposed, and no tap lies below."""
+def can_resume(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
+    """Whether the pass can continue above an early exit: `tree` is the one that was drafted, and no tap lies below."""
     resume, proposed = draft.resume, draft.tree
     if resume is None or any(0 <= tap < resume.layer for tap in taps):
         return False
@@ -108,30 +109,31 @@ def resumable(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
 
 
 def num_resumed(draft: Draft) -> list[int]:
-    """How many nodes of each row an early exit has read through the lower layers: the first nodes of its chain."""
-    assert draft.resume is not None, "no early exit has read anything"
+    """How many nodes of each sequence an early exit has run through the lower layers: the first nodes of its chain."""
+    assert draft.resume is not None, "the draft has no states of an early exit"
     batch, columns = draft.tree.tokens.shape
     nodes: list[int] = draft.resume.nodes.tolist()
     counts = Counter(node // columns for node in nodes)
-    assert nodes == [row * columns + i for row in range(batch) for i in range(counts[row])], "nodes from each root on"
+    expected = [row * columns + i for row in range(batch) for i in range(counts[row])]
+    assert nodes == expected, "an early exit has read other nodes than the first ones of each chain"
     return [counts[row] for row in range(batch)]
 
 
 def partial_pass(rows: Seq[RoundRow], draft: Draft) -> PartialPass:
-    """The part of the rows that an early exit has read through the target's lower layers."""
-    assert draft.resume is not None, "no early exit has read anything"
-    of_trees = iter(num_resumed(draft))
-    resumed = [0 if row.tree is None else next(of_trees) for row in rows]
+    """The states that an early exit has computed in the target's lower layers, by row."""
+    assert draft.resume is not None, "the draft has no states of an early exit"
+    counts = iter(num_resumed(draft))
+    resumed = [0 if row.tree is None else next(counts) for row in rows]
     return PartialPass(draft.resume.layer, resumed, draft.resume.hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """The result of a pass: its rows, in order, and the target's states and logits."""
+    """The result of a round's pass: its rows, in order, and the target's states and logits."""
 
     rows: Seq[RoundRow]
     states: Outputs
-    drawn: Int[Tensor, "batch nodes"] | None = None  # the trees' tokens, if only the device knows them
+    drawn: Int[Tensor, "batch nodes"] | None = None  # the tokens of the trees, if only the device knows them
 
     def node_logits(self) -> Float[Tensor, "nodes vocab"]:
         """The logits of all trees' nodes, packed [nodes, vocab]."""
@@ -140,29 +142,43 @@ class TargetPass:
         return torch.cat([self.states.logits[row.first_node : row.first_node + row.num_nodes] for row in self.rows])
 
     def check_drawn(self, runs: Seq[Accepted]) -> None:
-        """Raise RequestFailed for the first sequence for which no token could be sampled, with the reason."""
+        """Raise RequestFailed, with the reason, for the first sequence for which no token could be sampled."""
         if all(run.tokens[-1] >= 0 for run in runs):
             return
         for row, run in zip((row for row in self.rows if row.tree), runs, strict=True):
             if run.tokens[-1] < 0:
                 sequence, logits = row.sequence, self.states.logits[row.first_node + run.nodes[-1]]
-                raise RequestFailed(sequence.id) from undrawable(sequence, logits)
+                raise RequestFailed(sequence.id) from reason_without_token(sequence, logits)
 
 
 @dataclass(slots=True)
-class Unreported:
-    """Tokens that became final and were not reported to the drafter yet, of one round or several."""
+class PendingRow:
+    """A sequence's pending tokens: from index `first` on, one for each of `states`, their rows in the tapped states."""
 
-    rows: dict[int, tuple[Sequence, int, list[int]]] = field(default_factory=dict)  # by id: first token, tapped rows
+    sequence: Sequence
+    first: int
+    states: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Index of the first token that is not read yet, the root."""
+        return self.first + len(self.states)
+
+
+@dataclass(slots=True)
+class PendingTokens:
+    """Accepted tokens of one round or several that the drafter has not received yet."""
+
+    rows: dict[int, PendingRow] = field(default_factory=dict)  # by sequence id
     tapped: list[TapStates] = field(default_factory=list)
-    num_tokens: int = 0  # tokens of the passes so far, draft tokens included
+    num_tokens: int = 0  # of the passes added, rejected draft tokens included
 
-    def add(self, kept: Seq[RoundRow], tapped: TapStates | None) -> None:
-        """Add the tokens of a pass that became final, and the states at the drafter's taps."""
-        for row in kept:
+    def add(self, rows: Seq[RoundRow], tapped: TapStates | None) -> None:
+        """Add the final tokens of a pass, and the states at the drafter's taps."""
+        for row in rows:
             sequence = row.sequence
-            _, _, states = self.rows.setdefault(sequence.id, (sequence, sequence.num_read, []))
-            states += [self.num_tokens + node for node in row.path]
+            pending = self.rows.setdefault(sequence.id, PendingRow(sequence, sequence.num_read))
+            pending.states += [self.num_tokens + node for node in row.path]
             self.num_tokens += row.plan.num_chunk + row.num_nodes
         if tapped is not None:
             self.tapped.append(tapped)
@@ -170,26 +186,26 @@ class Unreported:
     def committed(self, shared: bool) -> Committed:
         """All pending tokens as one `Committed`; `shared`: whether texts of a tenant may share cached prefixes."""
         rows = list(self.rows.values())
-        ends = [first + len(states) for _, first, states in rows]
-        places = [place for _, _, states in rows for place in states]
+        sequences = [row.sequence for row in rows]
+        states = [state for row in rows for state in row.states]
         return Committed(
             seq_ids=list(self.rows),
-            tokens=[t for (each, first, _), end in zip(rows, ends, strict=True) for t in each.tokens[first:end]],
-            offsets=[0, *itertools.accumulate(len(states) for _, _, states in rows)],
-            roots=[sequence.tokens[end] for (sequence, _, _), end in zip(rows, ends, strict=True)],
-            features=TapStates.joined(self.tapped).rows(places) if self.tapped else None,
-            tenants=[sequence.tenant for sequence, _, _ in rows],
-            num_prompts=[sequence.num_prompt for sequence, _, _ in rows],
-            salts=[sequence.tenant if shared else None for sequence, _, _ in rows],
+            tokens=[token for row in rows for token in row.sequence.tokens[row.first : row.end]],
+            offsets=[0, *itertools.accumulate(len(row.states) for row in rows)],
+            roots=[row.sequence.tokens[row.end] for row in rows],
+            features=TapStates.joined(self.tapped).rows(states) if self.tapped else None,
+            tenants=[sequence.tenant for sequence in sequences],
+            num_prompts=[sequence.num_prompt for sequence in sequences],
+            salts=[sequence.tenant if shared else None for sequence in sequences],
         )
 
 
-def undrawable(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:
+def reason_without_token(sequence: Sequence, logits: Float[Tensor, " vocab"]) -> ForerunError:
     """Why no token can be sampled after a sequence: invalid logits, or a request that excludes every token."""
-    behind = f"after {len(sequence.tokens) - sequence.num_prompt} tokens of the answer"
+    place = f"after {len(sequence.tokens) - sequence.num_prompt} tokens of the answer"
     if logits.isnan().any() or logits.isneginf().all():
         return ModelOutputInvalid(
-            f"the model's logits {behind} contain NaN, or are all -inf: check that its files are complete, or load it "
+            f"the model's logits {place} contain NaN, or are all -inf: check that its files are complete, or load it "
             "with dtype 'float32'."
         )
-    return InvalidRequest("sampling_params", f"the request excludes every token {behind}: allow more tokens.")
+    return InvalidRequest("sampling_params", f"the request excludes every token {place}: allow more tokens.")
