@@ -27,7 +27,7 @@ class RandomMasks(Constraint):
     def __init__(self, seed: int, vocab: int) -> None:
         self.seed, self.vocab = seed, vocab
 
-    def behind(self, tokens: Sequence[int]) -> tuple[int, ...]:
+    def suffix(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens)
 
     def after(self, behind: tuple[int, ...]) -> Allowed:

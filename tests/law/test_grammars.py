@@ -260,7 +260,7 @@ class Table(Constraint):
         self.ends, words = frozenset[int](), np.packbits(allowed.numpy(), axis=1, bitorder="little")
         self.places = [Allowed(np.frombuffer(row.tobytes().ljust(4, b"\0"), np.uint32)) for row in words]
 
-    def behind(self, tokens: Sequence[int]) -> tuple[int, ...]:
+    def suffix(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[-1:])
 
     def after(self, behind: tuple[int, ...]) -> Allowed:

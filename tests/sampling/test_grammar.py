@@ -182,7 +182,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Grammar.lark("start: start"), "allows no text at all"),
     (lambda: Grammar.lark("start: x"), 'unknown name: "x"'),
     (lambda: Grammar.lark("x: /a/"), "no start rule"),
-    (lambda: Grammar.json("{"), "is no JSON"),
+    (lambda: Grammar.json("{"), "is not valid JSON"),
     (lambda: Grammar.json([1]), "must be an object"),  # type: ignore[arg-type]
     (lambda: Grammar.json({"a": object()}), "cannot be written as JSON"),
     (lambda: Grammar.regex(b"a"), "must be a string"),  # type: ignore[arg-type]

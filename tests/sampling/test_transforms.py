@@ -188,7 +188,7 @@ def test_a_dead_end_ends_the_text() -> None:
     assert processed(lambda _, logits: nothing, eos_ids=(3,)).tolist() == [0, 0, 0, 1]
     error = failure_of(lambda _, logits: nothing)
     assert isinstance(error, InvalidRequest)
-    assert "no token is left after 2" in str(error)
+    assert "exclude every token after 2" in str(error)
 
 
 def test_what_a_processor_raises_names_its_sequence() -> None:

@@ -1,1 +1,1 @@
-"""Sampling: turns logits into a law, and a law into tokens, with noise that is a function of seed and position."""
+"""Sampling: turns logits into a law, and a law into tokens; the noise is a function of seed and position."""

@@ -1,7 +1,7 @@
-"""What a request and its text change of every law: biased and banned ids, words, and how often tokens were said.
+"""TextEdits: what a request and its text change in the logits: biases, banned ids and words, token counts.
 
-This file decides how these are kept with a sequence from round to round, as compiled kernels read them. Counts grow
-with the text and are not made from it again. What they mean for logits is defined in `transforms.py`.
+A sequence keeps them from round to round, in the form that compiled kernels read. Counts are updated with new tokens,
+not computed again. `transforms.py` defines their effect on logits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from forerun.sampling.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TextCounts:
-    """The distinct ids of a text in rising order, and how often each stands behind the prompt.
+    """The distinct ids of a text in rising order, and how often each occurs after the prompt (`times`).
 
-    The text is the first `num_tokens` tokens from `first` on.
+    The text is `tokens[first:num_tokens]` of a sequence whose first `num_prompt` tokens are the prompt.
     """
 
     first: int
@@ -33,13 +33,13 @@ class TextCounts:
 
     @classmethod
     def of(cls, tokens: Sequence[int], first: int, num_prompt: int) -> TextCounts:
-        """Those of a whole text."""
+        """The counts of a text, from `first` to its end."""
         ids, inverse = np.unique(np.array(tokens[first:], dtype=np.int32), return_inverse=True)
         counted = np.bincount(inverse[max(0, num_prompt - first) :], minlength=len(ids)).astype(np.int32)
         return cls(first, num_prompt, len(tokens), array("i", ids.tobytes()), array("i", counted.tobytes()))
 
     def at(self, tokens: Sequence[int]) -> TextCounts:
-        """Those of a text that this one begins; of any other they are made anew."""
+        """The counts of a continuation of this text; for a text shorter than this one they are computed again."""
         if self.num_tokens > len(tokens) or self.num_tokens < max(self.first, self.num_prompt):
             return TextCounts.of(tokens, self.first, self.num_prompt)
         if self.num_tokens == len(tokens):
@@ -56,10 +56,10 @@ class TextCounts:
 
 @dataclass(frozen=True, slots=True)
 class TextEdits:
-    """The edits of one text; `at` gives those of a longer one. Never changed, so that others may hold them.
+    """The edits of one text; `at` gives those of its continuation. Immutable, so that they can be shared.
 
-    `fixed` ids, in rising order, get `added`, which is -inf to ban them. The ids `ends` are banned before the position
-    `ends_from`. `words`, which lie one behind the other in `lengths` tokens each, must not be completed.
+    `added[i]` is added to the logit of the id `fixed[i]` (in rising order); -inf bans it. The ids `ends` are banned
+    before the position `ends_from`. `words`, concatenated, with `lengths` tokens each, must not be completed.
     """
 
     fixed: array[int]
@@ -70,7 +70,7 @@ class TextEdits:
     lengths: array[int]
     num_prompt: int
     counts: TextCounts | None
-    any: bool  # whether there is anything that a law could be changed by
+    any: bool  # whether there are any edits
 
     @classmethod
     def of(
@@ -81,12 +81,11 @@ class TextEdits:
         eos_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
     ) -> TextEdits:
-        """The edits of a request's text; the tables of its parameters are made here once."""
+        """The edits of a request's text."""
         fixed = {**(params.logit_bias or {}), **dict.fromkeys(params.banned_tokens, -math.inf)}
         ends = sorted({*eos_ids, *params.stop_token_ids}) if params.min_tokens else []
         repeating = params.repetition_penalty != 1
         counting = params.presence_penalty != 0 or params.frequency_penalty != 0
-        edits = bool(fixed or ends or bad_words) or repeating or counting
         return cls(
             fixed=array("i", sorted(fixed)),
             added=array("f", [fixed[token] for token in sorted(fixed)]),
@@ -96,19 +95,19 @@ class TextEdits:
             lengths=array("i", map(len, bad_words)),
             num_prompt=num_prompt,
             counts=TextCounts.of(tokens, 0 if repeating else num_prompt, num_prompt) if repeating or counting else None,
-            any=edits,
+            any=bool(fixed or ends or bad_words) or repeating or counting,
         )
 
     def at(self, tokens: Sequence[int]) -> TextEdits:
-        """The edits of a text that goes on from this one."""
+        """The edits of a continuation of this text."""
         counts = None if self.counts is None else self.counts.at(tokens)
         return self if counts is self.counts else replace(self, counts=counts)
 
     def tables(self, tokens: Sequence[int]) -> Mapping[str, array[int] | array[float]]:
-        """The lists of `RowLaw` in laws.hpp, by name; `tokens` are the text."""
+        """The arrays of `RowLaw` in laws.hpp, by name; `tokens` are the text."""
         none = array("i")
-        reach = max(self.lengths, default=1) - 1
-        ending = tokens[max(self.num_prompt, len(tokens) - reach) :] if reach else ()
+        num_ending = max(self.lengths, default=1) - 1
+        ending = tokens[max(self.num_prompt, len(tokens) - num_ending) :] if num_ending else ()
         return {
             "fixed": self.fixed,
             "added": self.added,

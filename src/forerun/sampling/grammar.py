@@ -1,7 +1,6 @@
-"""Grammar: the form that a request wants its answer to have, as a value.
+"""Grammar: the form that an answer must have, written as a JSON schema, a regular expression or a Lark grammar.
 
-This file decides how a grammar is written: as a JSON schema, a regular expression or a Lark grammar. `matcher.py` says
-whether it can be compiled, and `constraint.py` what it allows after a text.
+`matcher.py` compiles it, and `constraint.py` decides which tokens it allows after a text.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from forerun.limits import shown
 
 GrammarKind = Literal["json", "regex", "lark"]
 KINDS = ("json", "regex", "lark")
-MOST_GRAMMAR_CHARACTERS = 200_000  # a schema this long takes a second to compile
+MOST_GRAMMAR_CHARACTERS = 200_000  # a schema of this length takes a second to compile
 FORMS = "use Grammar.json, Grammar.json_object, Grammar.regex, Grammar.lark or Grammar.choice"
 
 
-@no_type_check  # run-time type checks in tests would forestall its own, which users meet
+@no_type_check  # so that tests with run-time type checks reach the checks below, which users see
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the whole text of an answer must match; the answer may end only where it does.
+    """What the entire text of an answer must match; the answer may end only where it does.
 
     `text` is a JSON schema, a regular expression or a Lark grammar, as llguidance reads it: its documentation lists the
-    keywords and the syntax. `whitespace` says whether JSON may have blanks and line breaks between its parts. In a Lark
-    grammar `@name` stands for the grammar of that name in `parts`, whose names differ, those of their own parts too.
-    Raises InvalidGrammar for what is none of these; whether it can be compiled is said when a request is made.
+    keywords and the syntax. `whitespace`: whether JSON may have blanks and line breaks between its parts. In a Lark
+    grammar `@name` stands for the grammar of this name in `parts`; all names, of nested parts too, must differ. Raises
+    InvalidGrammar for values of a wrong type; a grammar that cannot be compiled raises it when a request is made.
     """
 
     kind: GrammarKind
@@ -38,7 +37,7 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidGrammar(f"{shown(self.kind)} is no kind of grammar: {FORMS}.")
+            raise InvalidGrammar(f"{shown(self.kind)} is not a kind of grammar: {FORMS}.")
         if not isinstance(self.text, str):
             raise InvalidGrammar(f"{shown(self.text)} must be a string: {FORMS}.")
         if not isinstance(self.whitespace, bool):
@@ -48,18 +47,18 @@ class Grammar:
 
     @property
     def num_characters(self) -> int:
-        """Of all its parts."""
+        """Number of characters of the grammar and its parts."""
         return len(self.text) + sum(part.num_characters for _, part in self.parts)
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | bool | str, *, whitespace: bool = True) -> Grammar:
-        """JSON that a schema describes; `schema` is parsed JSON or its text."""
+        """JSON that matches a schema, which is given as parsed JSON or as its text."""
         value: Any = schema
         if isinstance(schema, str):
             try:
                 value = json.loads(schema)
             except (ValueError, RecursionError) as error:
-                raise InvalidGrammar(f"the schema {shown(schema)} is no JSON ({error}).") from error
+                raise InvalidGrammar(f"the schema {shown(schema)} is not valid JSON ({error}).") from error
         if not isinstance(value, Mapping | bool):
             raise InvalidGrammar(f"the schema {shown(schema)} must be an object, such as {{'type': 'object'}}.")
         try:
@@ -75,12 +74,12 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that matches a regular expression from its beginning to its end, without look-around."""
+        """Text that matches a regular expression from its start to its end; look-around is not supported."""
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, grammar: str, **parts: Grammar) -> Grammar:
-        """Text that a Lark grammar derives from its rule `start`, in which `@name` is one of the `parts`."""
+        """Text that a Lark grammar derives from its rule `start`; `@name` in it is one of the `parts`."""
         return cls("lark", grammar, parts=tuple(parts.items()))
 
     @classmethod
@@ -92,9 +91,9 @@ class Grammar:
         return cls("lark", "start: " + " | ".join(map(quoted, texts)))
 
     def behind(self, closing: str, opening: str = "") -> Grammar:
-        """This grammar behind a text of any kind that ends with `closing`, such as reasoning between tags.
+        """Any text that ends with `closing`, such as reasoning between tags, and then text that matches this grammar.
 
-        With `opening` the answer begins with that text or with what the grammar allows; without, it has begun already.
+        If `opening` is given, the first part is optional and starts with it; otherwise it has been started already.
         """
         begin = f"before? @answer\nbefore: {quoted(opening)} closed" if opening else "closed @answer"
         rules = f"start: {begin}\nclosed: any BLANKS?\nany[lazy]: TEXT {quoted(closing)}\nTEXT: /(.|\\n)*/"
@@ -102,5 +101,5 @@ class Grammar:
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """A text as a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,8 +1,8 @@
-"""Matchers: what a compiled grammar allows after a text, by llguidance.
+"""Matchers: compiles grammars with llguidance, and computes the tokens that they allow after a text.
 
-This file and `trial.py` alone import llguidance. This one decides how a tokenizer is described to it, which grammars
-are refused and with which limits: every mask is computed within a fixed amount of work, so that no grammar can hold up
-a batch.
+Only this file and `trial.py` import llguidance. This file decides how a tokenizer is described to it, which grammars
+are refused and with which limits: every mask is computed within a fixed amount of work, so that no grammar can block a
+batch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from forerun.errors import InvalidGrammar, MissingPackage
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.trial import UNTRIED_CHARACTERS, TokenTable, problem_of_trial
 
-KEPT_GRAMMARS = 64  # compiled ones that are kept: servers are asked with the same few again and again
-HEAVY_S = 0.05  # a mask; such a grammar may have 100 MB
-SHOWN_CHARACTERS = 300  # of what llguidance says
-BLANKS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}  # between parts of JSON; a model could go on with them for ever
-DEAD_END = "NoExtension"  # what llguidance calls it where nothing can follow and the text is not whole
+KEPT_GRAMMARS = 64  # compiled grammars that are cached: requests of a server often have the same few grammars
+HEAVY_S = 0.05  # a grammar whose mask takes longer may have 100 MB, and is not cached
+SHOWN_CHARACTERS = 300  # of a message of llguidance
+BLANKS = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}  # between parts of JSON; without a limit they may never end
+DEAD_END = "NoExtension"  # llguidance's name of a state where no token can follow and the text is not complete
 Mask = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 @dataclass(frozen=True, slots=True)
 class SpelledTokens:
-    """A vocabulary as grammars read it.
+    """A vocabulary as llguidance needs it.
 
-    `spelled` is what each id adds to a text, in bytes; None for ids that add nothing and may not be drawn. `special`
-    ids are no text either, but a Lark grammar can name them. `encode` gives the ids of text inside other text.
+    `spelled` has the bytes that each id adds to a text; None for ids without text, which are never allowed. `special`
+    ids have no text either, but a Lark grammar can name them (`names`). `encode` tokenizes text inside other text.
     """
 
     spelled: Sequence[bytes | None]
@@ -46,36 +46,35 @@ class SpelledTokens:
 
 
 class Matcher:
-    """A grammar and the place of a text in it.
+    """A compiled grammar and the state of a text in it.
 
-    The place is moved forward by `read` and back by `rewind`; whichever way a text was reached, the same is allowed
-    behind it. Every method raises InvalidGrammar where the grammar needs more work there than its limits allow; after
-    that the matcher is of no use.
+    `read` and `rewind` move it forward and back; the state depends on the text alone. Every method raises
+    InvalidGrammar if the grammar needs more work than its limits allow; after that the matcher cannot be used.
 
-    `heavy`: masks of the grammar take long, or more work than is allowed, for this matcher or one of its forks. Then it
-    is not worth its memory: what was computed for masks stays with the grammar.
+    `heavy`: masks of this matcher or one of its forks took long, or more work than is allowed. Such a grammar is not
+    worth its memory, since everything that was computed for masks is stored with it.
     """
 
     def __init__(self, inner: Any, end: int, origin: Matcher | None = None) -> None:
         self._inner, self._end, self._origin, self.heavy = inner, end, origin, False
 
     def fork(self) -> Matcher:
-        """A matcher at the same place, independent of this one."""
+        """An independent matcher in the same state."""
         return Matcher(self._inner.deep_copy(), self._end, self._origin or self)
 
     def read(self, tokens: Sequence[int]) -> int:
-        """Move behind as many of these tokens as the grammar allows there; how many that are."""
+        """Move over these tokens, up to the first one that the grammar does not allow; returns how many were read."""
         count: int = self._inner.try_consume_tokens(list(tokens))
         self._check()
         return count
 
     def rewind(self, count: int) -> None:
-        """Move back by so many tokens."""
+        """Move back by `count` tokens."""
         self._inner.rollback(count)
         self._check()
 
     def mask(self) -> Mask:
-        """A bit for every id, the lowest first, set where the id may come next; a copy. No id ends the text."""
+        """A new array with a bit for every id, the lowest first, set if the id may come next. End ids are not set."""
         start_s = time.monotonic()
         bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint32).copy()
         if time.monotonic() - start_s > HEAVY_S:
@@ -87,11 +86,11 @@ class Matcher:
 
     @property
     def accepts(self) -> bool:
-        """Whether the text so far is whole."""
+        """Whether the text so far matches the grammar, so that it may end here."""
         return bool(self._inner.is_accepting())
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is no choice."""
+        """The next tokens for which the grammar leaves no choice."""
         tokens: list[int] = self._inner.compute_ff_tokens()
         self._check()
         return tokens
@@ -100,23 +99,23 @@ class Matcher:
         if self._inner.is_error():
             (self._origin or self).heavy = True
             raise InvalidGrammar(
-                f"llguidance gives up on it behind this text: {brief(self._inner.get_error())} Use a simpler grammar."
+                f"llguidance fails after this text: {brief(self._inner.get_error())} Use a simpler grammar."
             )
 
 
 @dataclass(slots=True)
 class KeptGrammar:
-    """A grammar's matcher once it is compiled; whoever holds the lock compiles it."""
+    """A cached grammar; the thread that holds the lock compiles it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     matcher: Matcher | None = None
 
 
 class Matchers:
-    """Compiles grammars for one vocabulary, which `texts` gives when it is first needed, in any thread.
+    """Compiles grammars for one vocabulary, and caches the last ones. Thread-safe.
 
-    Different grammars are compiled side by side, and equal ones once. The last ones are kept. Raises MissingPackage
-    without llguidance.
+    Different grammars are compiled in parallel, and equal ones once. `texts` returns the vocabulary; it is called at
+    first use. Raises MissingPackage without llguidance.
     """
 
     def __init__(self, texts: Callable[[], SpelledTokens]) -> None:
@@ -125,7 +124,7 @@ class Matchers:
         self._kept: OrderedDict[Grammar, KeptGrammar] = OrderedDict()
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of a text, to be forked and not moved, since others have it too.
+        """A matcher at the start of a text. It is shared: fork it, and move the fork.
 
         Raises InvalidGrammar, with the reason, for a grammar that cannot be served.
         """
@@ -140,10 +139,10 @@ class Matchers:
             return kept.matcher
 
     def _drop_heavy(self) -> None:
-        """Keep no grammar that has shown to be heavy.
+        """Remove heavy grammars from the cache.
 
-        The errors of requests that it has failed refer to it, and to themselves, so the collector has to look for it:
-        it does not know that so few objects have 100 MB.
+        The errors of requests that such a grammar has failed refer to it and to themselves, so only the garbage
+        collector frees it, and that does not run soon for a few objects, even if they have 100 MB.
         """
         heavy = [grammar for grammar, kept in self._kept.items() if kept.matcher is not None and kept.matcher.heavy]
         for grammar in heavy:
@@ -169,11 +168,11 @@ class Matchers:
             raise InvalidGrammar(f"llguidance refuses it: {brief(inner.get_error())}")
         matcher = Matcher(inner, len(self._texts.spelled))
         if not matcher.fork().mask().any():
-            raise InvalidGrammar("it allows no text at all, or none but the empty one: allow at least one character.")
+            raise InvalidGrammar("it allows no text at all, or only the empty one: allow at least one character.")
         return matcher
 
     def _sources(self, grammar: Grammar, name: str) -> list[dict[str, Any]]:
-        """A grammar and its parts, as llguidance's own format writes them."""
+        """A grammar and its parts in llguidance's own format."""
         if grammar.kind == "lark":
             parts = [source for part_name, part in grammar.parts for source in self._sources(part, part_name)]
             return [{"name": name, "lark_grammar": grammar.text}, *parts]
@@ -210,12 +209,12 @@ class Matchers:
 
 
 def bit(token: int) -> np.uint32:
-    """An id's bit in its word of a mask."""
+    """The bit of an id within its 32-bit word of a mask."""
     return np.uint32(1 << (token % 32))
 
 
 def brief(problem: str) -> str:
-    """The first lines of a message, in one line."""
+    """The start of a message, in one line."""
     text = " ".join(problem.split("<state>")[0].split("<non-verbose")[0].split())
     text = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
     return text if text.endswith((".", "…")) else f"{text}."

@@ -1,11 +1,11 @@
-"""Counter-based noise: a pure function of (seed, sample, purpose, round, position, token), which is stored nowhere.
+"""Counter-based noise: a pure function of (seed, sample, purpose, level, round, position, token).
 
-This file decides how keys are mixed, how a key and a token id become 32 uniform bits, and how those become Gumbel
+This file decides how keys are mixed, how a key and a token id become 32 uniform bits, and how these become Gumbel
 noise. The bits of a row depend on its key alone, never on the other rows.
 
-A key is 64 bits, absorbed word by word with a 64-bit finaliser (constants of splitmix64). Within a key the token id
-is hashed by two rounds of a 32-bit finaliser (the constants found by C. Wellons' search, bias 0.17). The first round
-does not use the key and is tabulated once per vocabulary; the key enters before and in the middle of the second.
+A key has 64 bits; its words are absorbed one by one with a 64-bit finaliser (constants of splitmix64). Within a key the
+token id is hashed by two rounds of a 32-bit finaliser (constants found by C. Wellons' search, bias 0.17). The first
+round does not use the key and is tabulated once per vocabulary; the key enters before and in the middle of the second.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 _MUL1, _MUL2 = 0x7FEB352D, 0x846CA68B - 2**32
 
 # Elements per call of a transcendental function. torch splits a larger tensor over threads at places that depend on
-# its size, and hands what is left over at each end to scalar code that has other bits than the vector code. Blocks
-# below its grain (32768) run on one thread, and multiples of 32 leave nothing over.
+# its size, and computes the remainder at the end of each part by scalar code, whose bits differ from those of the
+# vector code. Blocks below its grain (32768) run on one thread, and multiples of 32 have no remainder.
 _LANES = 32
 _BLOCK = 32_768 - _LANES
 
-# The first logarithm of a process must not be shared out to threads: half of a first cosine came out with errors of
-# 1e-4 in one process of twelve that did so (torch 2.13 with MKL).
+# The first logarithm of a process must not run on several threads: in one process of twelve, half of a first cosine had
+# errors of 1e-4 (torch 2.13 with MKL).
 torch.zeros(_LANES).log1p_().log_()
 
-# No noise is below FAINTEST. The smallest words of bits give the loudest noise, all others at most QUIET.
+# All noise is at least FAINTEST. The _NUM_LOUD smallest words of bits give noise above QUIET, all others at most QUIET.
 FAINTEST = -math.log(24 * math.log(2))
 _NUM_LOUD = 2**23
 QUIET = -math.log(-math.log1p(-(_NUM_LOUD + 0.5) * 2.0**-32))
@@ -44,14 +44,14 @@ QUIET = -math.log(-math.log1p(-(_NUM_LOUD + 0.5) * 2.0**-32))
 class Purpose(IntEnum):
     """The purpose of a draw: no two purposes share noise."""
 
-    COUPLED = 0  # the target's own token, and a drafter's guess at it: keyed by position alone
-    DRAFT = 1  # rejection modes from here on: keyed by the round's root position too
+    COUPLED = 0  # the target's own token, and its draft token: keyed by position alone
+    DRAFT = 1  # this and the following are for rejection modes: keyed by the round, too
     ACCEPT = 2
     RECOVER = 3
 
 
 def mix(words: Sequence[int]) -> int:
-    """A 64-bit key from host integers (each taken modulo 2**64), sensitive to their order and number."""
+    """A 64-bit key from host integers (each modulo 2**64); depends on their order and number."""
     key = 0
     for word in words:
         key = ((key ^ (word & _MASK)) + _GOLDEN) & _MASK
@@ -61,15 +61,15 @@ def mix(words: Sequence[int]) -> int:
     return key
 
 
-@lru_cache(maxsize=4096)  # asked for in every round
+@lru_cache(maxsize=4096)  # needed in every round
 def coupled_key(seed: int, sample: int) -> int:
     """The key of a sample's coupled noise, without its position."""
     return mix((seed, sample, Purpose.COUPLED, 0, 0))
 
 
 def absorb(keys: Int[Tensor, " rows"], words: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """The result of `mix` with one more word, for many keys at once (int64, the same bits read as signed)."""
-    if keys.device.type == "cpu":  # in a third of the time: a round asks for a few keys again and again
+    """The result of `mix` with one more word, for many keys at once; the 64 bits are read as int64."""
+    if keys.device.type == "cpu":  # numpy takes a third of torch's time, for a few keys in every round
         x = (keys.numpy() ^ words.numpy()).view(np.uint64) + np.uint64(_GOLDEN)
         x = (x ^ x >> 30) * np.uint64(_MIX1)
         x = (x ^ x >> 27) * np.uint64(_MIX2)
@@ -81,7 +81,7 @@ def absorb(keys: Int[Tensor, " rows"], words: Int[Tensor, " rows"]) -> Int[Tenso
 
 
 def signed(word: int) -> int:
-    """64 bits as torch's int64 holds them."""
+    """The 64 bits of an unsigned integer as an int64."""
     return word - 2**64 if word >= 2**63 else word
 
 
@@ -92,7 +92,7 @@ def hash_bits(keys: Int[Tensor, " rows"], vocab: int) -> Int[Tensor, "rows vocab
 
 
 def uniform(keys: Int[Tensor, " rows"], ids: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """One float32 in (0, 1) per key and token id; the bits are those that `hash_bits` has at that id."""
+    """One float32 in (0, 1) per pair of key and token id, from the bits of `hash_bits` at this id."""
     low, high = _halves(keys)
     return -_minus_uniform(_keyed_round(_finalise(ids.to(torch.int32)) ^ low, high))
 
@@ -100,8 +100,8 @@ def uniform(keys: Int[Tensor, " rows"], ids: Int[Tensor, " rows"]) -> Float[Tens
 def gumbel(keys: Int[Tensor, " rows"], vocab: int) -> Float[Tensor, "rows vocab"]:
     """Standard Gumbel noise, float32 and always finite, for every token id below `vocab` under every key.
 
-    -log(E) with E = -log1p(-w) exponential and w uniform from 2**-33 up to 1 - 2**-24: all 32 bits count near w = 0,
-    where the largest noise comes from, so that a token of probability 1e-9 still has its fair chance.
+    -log(E) with E = -log1p(-w) exponential and w uniform from 2**-33 to 1 - 2**-24. Near w = 0, where the largest noise
+    comes from, all 32 bits matter, so that a token of probability 1e-9 is still sampled with this probability.
     """
     low, high = _halves(keys)
     width = -(-vocab // _LANES) * _LANES
@@ -114,7 +114,7 @@ def gumbel(keys: Int[Tensor, " rows"], vocab: int) -> Float[Tensor, "rows vocab"
 
 
 def gumbel_at(keys: Int[Tensor, " pairs"], ids: Int[Tensor, " pairs"], vocab: int) -> Float[Tensor, " pairs"]:
-    """The bits of `gumbel(keys[i], vocab)[ids[i]]` for every i."""
+    """`gumbel(keys[i], vocab)[ids[i]]` for every i, with the same bits."""
     low, high = _halves(keys)
     bits = _keyed_round(_scrambled_ids(vocab, str(keys.device))[ids] ^ low, high)
     noise = torch.zeros(-(-len(ids) // _LANES) * _LANES, dtype=torch.float32, device=keys.device)
@@ -127,11 +127,11 @@ def gumbel_at(keys: Int[Tensor, " pairs"], ids: Int[Tensor, " pairs"], vocab: in
 def loud_ids(key: int, vocab: int) -> Int[Tensor, " loud"]:
     """The ids below `vocab`, in order, whose noise under a key may be above QUIET: one in 512. On CPUs.
 
-    Only the hash is computed for all ids: a fifth of what their noise would cost, and by numpy, whose shifts of
-    unsigned words are logical, half of what torch would take for it.
+    Computes only the hash of each id, which takes a fifth of the time of its noise. numpy takes half of torch's time,
+    because its shifts of unsigned words are logical.
     """
     low, high = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32 & 0xFFFFFFFF)
-    scrambled, candidates = _scrambled_ids(vocab, "cpu").numpy().view(np.uint32), []
+    scrambled, loud = _scrambled_ids(vocab, "cpu").numpy().view(np.uint32), []
     for start in range(0, vocab, _BLOCK):
         x = scrambled[start : start + _BLOCK] ^ low
         x ^= x >> 16
@@ -140,12 +140,12 @@ def loud_ids(key: int, vocab: int) -> Int[Tensor, " loud"]:
         x ^= x >> 15
         x *= np.uint32(_MUL2 % 2**32)
         x ^= x >> 16
-        candidates.append(np.flatnonzero(x < _NUM_LOUD) + start)
-    return torch.from_numpy(np.concatenate(candidates))
+        loud.append(np.flatnonzero(x < _NUM_LOUD) + start)
+    return torch.from_numpy(np.concatenate(loud))
 
 
 def _blocks(rows: int, width: int, *, on_cpu: bool) -> list[tuple[slice, slice]]:
-    """Cut [rows, width] into pieces of at most _BLOCK elements, all multiples of _LANES wide; whole elsewhere."""
+    """On CPUs, [rows, width] in pieces of at most _BLOCK elements whose width is a multiple of _LANES; else one piece."""
     if not on_cpu:
         return [(slice(None), slice(None))]
     if width <= _BLOCK:
@@ -158,8 +158,8 @@ def _blocks(rows: int, width: int, *, on_cpu: bool) -> list[tuple[slice, slice]]
 def _minus_uniform(bits: Int[Tensor, " ..."]) -> Float[Tensor, " ..."]:
     """-w for w = (bits as unsigned + 0.5) / 2**32, rounded to float32 and kept below 1.
 
-    The conversion reads the bits as signed, which is exact near zero; taking the ceiling off maps the negative half
-    to where unsigned bits would lie. Half a step is added last: it only counts where w is tiny.
+    The conversion reads the bits as signed, which is exact near zero; subtracting the ceiling maps the negative half to
+    the values of unsigned bits. The 0.5 is added last, since it matters for tiny w only.
     """
     minus = bits.to(torch.float32).mul_(-(2.0**-32))
     minus.sub_(minus.ceil()).sub_(2.0**-33)
@@ -167,7 +167,7 @@ def _minus_uniform(bits: Int[Tensor, " ..."]) -> Float[Tensor, " ..."]:
 
 
 def _keyed_round(x: Int[Tensor, " ..."], key: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
-    """One 32-bit finaliser round with a key added between its multiplications; owns and overwrites x."""
+    """One 32-bit finaliser round with a key added between its multiplications; overwrites and returns x."""
     x.bitwise_xor_(_shift32(x, 16)).mul_(_MUL1).add_(key)
     x.bitwise_xor_(_shift32(x, 15)).mul_(_MUL2)
     return x.bitwise_xor_(_shift32(x, 16))
@@ -177,20 +177,20 @@ def _finalise(x: Int[Tensor, " ..."]) -> Int[Tensor, " ..."]:
     return _keyed_round(x.clone(), torch.zeros((), dtype=torch.int32, device=x.device))
 
 
-@cache  # never forgotten: captured graphs read it where it lies
+@cache  # never freed, since captured CUDA graphs read it at its address
 def _scrambled_ids(vocab: int, device: str) -> Int[Tensor, " vocab"]:
-    """The first, unkeyed round of every token id. A constant table: cached, since every row of every round reads it."""
+    """The first, unkeyed round of every token id: a constant table, cached because every draw reads it."""
     return _finalise(torch.arange(vocab, dtype=torch.int32, device=device))
 
 
 def _halves(keys: Int[Tensor, " rows"]) -> tuple[Int[Tensor, " rows"], Int[Tensor, " rows"]]:
-    """Low and high 32 bits of each key, as int32."""
+    """The low and the high 32 bits of each key, as int32."""
     halves = keys.contiguous().view(torch.int32).view(-1, 2)
     return halves[:, 0], halves[:, 1]
 
 
 def _shift64(x: Int[Tensor, " ..."], by: int) -> Int[Tensor, " ..."]:
-    """Logical right shift: torch's is arithmetic, so the copies of the sign bit are masked off."""
+    """Logical right shift: torch's is arithmetic, so the copies of the sign bit are cleared."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 

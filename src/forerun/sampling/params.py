@@ -21,21 +21,21 @@ from forerun.limits import FLOAT32, FLOAT32_LEAST, INT64, real, refusal, shown, 
 from forerun.sampling.grammar import Grammar
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
-"""(tokens so far, logits [vocab]) -> logits [vocab]. Must be a pure function: guessed continuations are asked too."""
+"""(tokens so far, logits [vocab]) -> logits [vocab]. Must be a pure function: it is called for draft tokens, too."""
 
-GREEDY_BELOW = 1e-5  # dividing float32 logits by less than this overflows; vLLM draws the same line
+GREEDY_BELOW = 1e-5  # dividing float32 logits by less than this overflows; vLLM has the same limit
 ABOVE_0 = math.ulp(0.0)
-MOST_SAMPLES = 1024  # each holds the prompt's tokens
-MOST_LOGPROBS = 128  # a prompt of 100,000 tokens takes 1 GB for these
-MOST_STOPS = 64  # all of them are looked for after every token
-MOST_WORDS = 1024  # of `bad_words`: all of them are compared with every text
-MOST_CHARACTERS = 1024  # of one of them
+MOST_SAMPLES = 1024  # each stores the prompt's tokens
+MOST_LOGPROBS = 128  # for a prompt of 100,000 tokens these take 1 GB
+MOST_STOPS = 64  # the text is searched for all of them after every token
+MOST_WORDS = 1024  # of `bad_words`: every text is compared with all of them
+MOST_CHARACTERS = 1024  # of a stop string or a bad word
 COUNT = "a count of tokens, a number of 64 bits"
 LAST_FIELD = "skip_special_tokens"  # the constructor's last assignment
-NO_LISTS = (str, bytes, bytearray, memoryview)  # though Python counts them as sequences
+NO_LISTS = (str, bytes, bytearray, memoryview)  # sequences in Python, but not lists of values
 
 
-ANSWERS = {  # what to write for fields of vLLM's SamplingParams that are not here
+ALTERNATIVES = {  # to fields of vLLM's SamplingParams that do not exist here
     "allowed_token_ids": "use logits_processors with a function that sets all other ids to -inf",
     "best_of": "use n and choose by cumulative_logprob",
     "detokenize": "leave it out; results hold both text and token_ids",
@@ -49,17 +49,17 @@ ANSWERS = {  # what to write for fields of vLLM's SamplingParams that are not he
 }
 
 
-@no_type_check  # run-time type checks in tests would forestall its own, which users meet
+@no_type_check  # so that tests with run-time type checks reach the checks below, which users see
 @dataclass(slots=True, unsafe_hash=True)
 class SamplingParams:
-    """How one request's tokens are drawn and when its text ends; valid from construction on.
+    """How one request's tokens are sampled and when its text ends; checked at construction.
 
-    A field may be assigned later; it is checked as in construction, and a value that is refused changes nothing. A
-    request goes by the values at the time it is made.
+    A field may be assigned later; it is checked again, and an invalid value changes nothing. A request uses the values
+    at the time when it is made.
 
     `temperature` below 1e-5 counts as 0, the point mass at the largest logit. `top_k` 0 or -1, `top_p` 1 and
-    `min_p` 0 are off. `max_tokens` None runs until the context is full. `seed` is taken modulo 2**64; None draws
-    one per request. Sequences are stored as tuples, None as an empty one, and a lone `stop` string as a tuple of one.
+    `min_p` 0 are off. With `max_tokens` None the text may fill the context. `seed` is taken modulo 2**64; None means a
+    random seed per request. Lists are stored as tuples, None as an empty one, and a single `stop` string as a tuple.
 
     Integers fit int64. `temperature` and `repetition_penalty` are at most 3.4e38, `repetition_penalty` is at least
     1.18e-38, and biases lie between -3.4e38 and 3.4e38, or are -inf to ban a token: these are the limits of float32,
@@ -67,10 +67,10 @@ class SamplingParams:
     128; there are at most 64 `stop` strings and 1024 `bad_words`, of at most 1024 characters each.
 
     `bad_words` are banned as sequences of tokens: each word as it is tokenized inside a text, with and without a blank
-    before it. Its last token is banned where the answer ends with the others; other tokens may still spell the word.
+    before it. Its last token is banned if the answer ends with the others; other tokens may still spell the word.
 
-    The whole text of an answer matches `grammar`, and ends only where it does, or where `max_tokens`, a stop string or
-    a stop id cuts it short. It ends at once where nothing may follow, whatever `min_tokens` says.
+    The entire text of an answer matches `grammar`, and ends only where it does, unless `max_tokens`, a stop string or a
+    stop id ends it earlier. It ends at once when no token may follow, whatever `min_tokens` is.
 
     Raises InvalidRequest naming the field, UnknownKeyword for a field that does not exist.
     """
@@ -101,14 +101,14 @@ class SamplingParams:
 
     def __new__(cls, *_: object, **given: object) -> SamplingParams:
         for name in given:
-            if name in ANSWERS:
-                raise InvalidRequest(name, f"it is not served here: {ANSWERS[name]}.")
+            if name in ALTERNATIVES:
+                raise InvalidRequest(name, f"it is not supported: {ALTERNATIVES[name]}.")
             if name not in cls.__slots__:
                 raise UnknownKeyword(cls.__name__, name, nearest(name, cls.__slots__))
         return object.__new__(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if hasattr(self, LAST_FIELD):  # complete: this is no assignment of the constructor's
+        if hasattr(self, LAST_FIELD):  # the object is complete, so the assignment is not the constructor's
             value = getattr(replace(self, **{name: value}), name)  # type: ignore[arg-type]
         object.__setattr__(self, name, value)
 
@@ -164,7 +164,7 @@ class SamplingParams:
             return
         if not isinstance(self.logit_bias, Mapping):
             raise _invalid("logit_bias", self.logit_bias, "use a mapping from token id to the number to add")
-        # A plain dict, not a read-only proxy: requests are pickled on their way to a worker.
+        # A plain dict and not a read-only proxy, since requests are pickled.
         self._set("logit_bias", dict(_bias(token, value) for token, value in self.logit_bias.items()))
 
     def _check_limits(self) -> None:

@@ -1,8 +1,8 @@
-"""Recorded: draws that emit a recorded text, so that it can be replayed through an engine.
+"""Recorded: draws that emit a recorded text, to replay it through an engine.
 
-This file makes the target's choice at each position the token of the recorded text, whatever was guessed. Passes,
-guesses and sampling run as usual and take their usual time. It works with coupled verification, which compares choices;
-the rules that judge by laws never ask for a choice.
+The target's sample at each position is the token of the recorded text, whatever was drafted. Passes, drafting and
+sampling run as usual and take their usual time. This works with coupled verification only: the other rules do not
+compare draft tokens with the target's sample.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ from forerun.tree import DraftTree
 
 
 class Recorded(Draws):
-    """A round's draws in which the sequences of `texts` choose their recorded tokens.
+    """A round's draws in which the sequences of `texts` sample their recorded tokens.
 
-    `texts[seq_id]` is a whole text, prompt and answer. Other sequences, and positions behind a text's end, choose for
-    themselves. Nodes that are not on the recorded path are given its token too: nothing leads to them.
+    `texts[seq_id]` is an entire text, prompt and answer. Other sequences, and positions after a text's end, are sampled
+    as usual. Nodes off the recorded path get the recorded token of their position too; they are never accepted.
     """
 
     def __init__(
         self, rows: Sequence[RowSampling], vocab: int, texts: Mapping[int, Sequence[int]], **options: Any
     ) -> None:
         super().__init__(rows, vocab, **options)
-        assert not self.rejection, "a recorded choice is compared with guesses; rejection asks for no choice"
+        assert not self.rejection, "a recorded text can be replayed with coupled verification only"
         self.texts = texts
 
     def draw(self, logits: Logits, at: PathState) -> Int[Tensor, " nodes"]:
         """The recorded token at each node's position."""
         drawn = super().draw(logits, at)
-        tokens = [self.said(row, position) for row, position in zip(at.row.tolist(), at.position.tolist(), strict=True)]
+        places = zip(at.row.tolist(), at.position.tolist(), strict=True)
+        tokens = [self.recorded_token(row, position) for row, position in places]
         recorded = torch.tensor(tokens, dtype=drawn.dtype, device=drawn.device)
         return torch.where(recorded >= 0, recorded, drawn)
 
     def verdict(
         self, tree: DraftTree, logits: Logits, drawn: array[int] | None = None
     ) -> Int[Tensor, "batch verdict"] | None:
-        """The verdict by the recorded tokens; what rows would draw themselves is drawn too, for its time."""
+        """The verdict with the recorded tokens; the usual sampling is done before, so that it takes its time."""
         super().verdict(tree, logits, drawn)
-        depths = tree.depths().tolist()
         recorded = [
-            self.said(row, self.root_places[row] + 1 + depth) for row, of_row in enumerate(depths) for depth in of_row
+            self.recorded_token(row, self.root_places[row] + 1 + depth)
+            for row, depths in enumerate(tree.depths().tolist())
+            for depth in depths
         ]
         return super().verdict(tree, logits, array("q", [UNKNOWN if token < 0 else token for token in recorded]))
 
-    def said(self, row: int, position: int) -> int:
-        """The token of a row's text at a position; -1 where nothing is recorded."""
+    def recorded_token(self, row: int, position: int) -> int:
+        """The recorded token of a row at a position; -1 if there is none."""
         text = self.texts.get(self.seq_ids[row], ())
         return text[position] if position < len(text) else -1

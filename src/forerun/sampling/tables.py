@@ -1,8 +1,8 @@
-"""RoundTables: what the transforms of a round read of its rows, as arrays with a line for each row.
+"""RoundTables: the parameters of a round's transforms, as arrays with a line for each row.
 
-This file decides which transforms a round needs (`Steps`), and how the parameters and texts of its rows become arrays.
-`transforms.py` decides what they do to logits. The widths of the arrays are those of the steps, which may be larger
-than the rows need: entries that are not needed change nothing.
+This file decides which transforms a round needs (`Steps`), and how the parameters and texts of its rows become arrays;
+`transforms.py` decides their effect on logits. The widths of the arrays are in `Steps` and may be larger than the rows
+need: unused entries have no effect.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from forerun.sampling.constraint import Constraint
 from forerun.sampling.edits import TextEdits
 from forerun.sampling.params import SamplingParams
 
-ANY, NEVER = -2, -3  # in the place of a token: what every text has there, and what none has
+ANY, NEVER = -2, -3  # in place of a token: matches every token, matches none
 NUMBERS = ("greedy", "temperature", "min_p", "top_k", "top_p", "repetition", "frequency", "presence")
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """What one sequence brings to a round.
+    """The sampling state of one sequence in a round.
 
-    `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list, read only.
-    `bad_words` are words of two tokens or more that must not be completed; those of one token are banned tokens.
-    `seed` is the resolved one (64 bits). `edits` are those of the text or of its beginning, if somebody keeps them.
-    `constraint` is the grammar's, and follows this text or its beginning.
+    `tokens` is all committed text, prompt and output, the root last; it is the sequence's own list and must not be
+    changed. `bad_words` are words of two tokens or more that must not be completed; those of one token are banned
+    tokens. `seed` has 64 bits. `edits`, if given, and `constraint` are of this text or of a prefix of it.
     """
 
     seq_id: int
@@ -46,18 +45,18 @@ class RowSampling:
     constraint: Constraint | None = None
 
     def all_edits(self) -> TextEdits:
-        """What the request changes of the law after the text."""
+        """The edits of the text; made now if the row has none."""
         if self.edits is None:
             return TextEdits.of(self.params, self.tokens, self.num_prompt, self.eos_ids, self.bad_words)
         return self.edits.at(self.tokens)
 
 
 class Steps(NamedTuple):
-    """The transforms of a round and the widths of their tables; 0 for those that no row asks for, which are left out.
+    """The transforms of a round, and the widths of their tables. A transform with 0 or False is left out.
 
-    `fixed` ids are biased or banned, `ends` end a text that is too short, `words` of up to `reach` tokens and one are
-    banned, `counted` are the distinct ids of a text, `masks` the words of a grammar's mask, and `top_k` is the most
-    that a row keeps.
+    `fixed`: the most biased or banned ids of a row; `ends`: the most ids that would end a text that is too short;
+    `words`: the most bad words, of up to `reach` + 1 tokens; `counted`: the most distinct ids of a text; `masks`: the
+    32-bit words of a grammar's mask; `top_k`: the largest top-k.
     """
 
     greedy: bool
@@ -85,12 +84,12 @@ class RoundTables:
 
     @cached_property
     def edits(self) -> list[TextEdits]:
-        """What each row's request changes of its laws."""
+        """The edits of each row's text."""
         return [row.all_edits() for row in self.rows]
 
     @cached_property
     def steps(self) -> Steps:
-        """The transforms that the rows ask for, no wider than these need."""
+        """The transforms that the rows need, with the smallest widths."""
         rows, params = self.rows, [row.params for row in self.rows]
         sampled = [p for p in params if not p.greedy]
         steps = Steps(
@@ -120,12 +119,12 @@ class RoundTables:
         )
 
     def arrays(self, steps: Steps) -> dict[str, HostArray]:
-        """The tables by name, as wide as these steps say, which are no narrower than the rows need.
+        """The tables by name, with the widths of these steps, which must be at least those that the rows need.
 
-        `numbers` has a column for each of NUMBERS. `fixed` ids get `added`, -inf where they are banned; `ends` are
-        banned before the positions `ends_from`; `counted` ids stand `said` times in the answer, -1 for none in the
-        text; of each word that is banned `heads` are all tokens but the last and `lasts` the last, and `endings` are
-        the answer's, heads and endings aligned at their end.
+        `numbers` has a column for each of NUMBERS. `added` is added to the logits of the ids `fixed`, -inf to ban them.
+        The ids `ends` are banned before the positions `ends_from`. The ids `counted` occur `said` times in the answer;
+        -1 marks unused entries. `heads` are all tokens of each bad word but the last, `lasts` its last token, and
+        `endings` the answer's last tokens; heads and endings are right-aligned.
         """
         numbers = [numbers_of(row.params, self.vocab) for row in self.rows]
         arrays: dict[str, HostArray] = {"numbers": np.array(numbers, np.float64).reshape(-1, len(NUMBERS))}
@@ -157,7 +156,7 @@ class RoundTables:
 
 
 def numbers_of(params: SamplingParams, vocab: int) -> list[int | float]:
-    """A row's NUMBERS; those of filters are neutral where it is greedy."""
+    """A row's values of NUMBERS; filters are off for a greedy row."""
     p, penalties = params, [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
     if p.greedy:
         return [1.0, 1.0, -math.inf, 0, math.inf, *penalties]
@@ -166,14 +165,14 @@ def numbers_of(params: SamplingParams, vocab: int) -> list[int | float]:
 
 
 def kept_of(params: SamplingParams, vocab: int) -> int:
-    """How many tokens a row's top-k keeps; 0 keeps all."""
+    """A row's top-k; 0 if it keeps all tokens."""
     return params.top_k if 0 < params.top_k < vocab else 0
 
 
 def repeated(
     entries: Sequence[Sequence[int | float]], width: int, none: int | float, dtype: type[np.generic]
 ) -> HostArray:
-    """Lists of one width: the first entry is repeated, so that what is written twice is the same."""
+    """The lists as rows of an array, filled up with the first entry of each: scattering it twice has no effect."""
     table = np.full((len(entries), width), none, dtype)
     for line, entry in zip(table, entries, strict=True):
         if len(entry):

@@ -1,15 +1,15 @@
 """Transforms: raw logits to transformed logits, per node of every sequence's tree.
 
-This file decides what each sampling parameter does to logits, and in which order (that of vLLM's sampler): banned
+This file decides what each sampling parameter does to logits, and in which order (the order of vLLM's sampler): banned
 tokens, minimum length, bias, bad words, custom processors, grammar, penalties; then, except for greedy rows,
 temperature, min-p, top-k, top-p. Everything is row-wise and elementwise, so a row's result does not depend on the other
-rows of the batch. A transform that no row uses is skipped; one that some row uses keeps other rows unchanged (plus 0,
+rows of the batch. A transform that no row uses is skipped; one that some row uses leaves other rows unchanged (plus 0,
 times 1).
 
-No transform makes NaN or infinity of finite logits, whatever parameters `SamplingParams` accepts: sums and products
-are limited to the largest float32 number, and only banned or filtered tokens are -inf. A row whose logits are too large
-for their temperature, or hold infinity from a processor or the model, is shifted so that its largest is 0 (`centred`);
-its law is then that of its largest logits. Noise and draws are in `noise.py` and `draws.py`.
+With parameters that `SamplingParams` accepts, finite logits never become NaN or infinite, except that banned and
+filtered tokens become -inf: sums and products are limited to the largest float32 number. A row whose logits are too
+large for its temperature, or infinite, is shifted so that its largest is 0 (`centred`); its law is then that of its
+largest logits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from forerun.sampling.tables import ANY, NUMBERS, RoundTables, RowSampling, Step
 
 @dataclass(frozen=True, slots=True)
 class PathState:
-    """Packed nodes: the places in sequences at which a law is computed. Never changed; `Draws.advance` makes new ones.
+    """Packed nodes after each of which a token is sampled. Immutable; `Draws.advance` makes new ones.
 
-    `row` is the sequence's place in the batch, `drawn` the guessed tokens from below the root down to the node
-    (-1 after its end), `position` the absolute position of the token that is drawn after the node. `known` is each
-    node's row and guesses where the host has them, `masks` what grammars allow there, if that was settled before.
+    `row` is the sequence's index in the batch, `drawn` the draft tokens from below the root down to the node (-1 after
+    its end), `position` the absolute position of the token that is sampled after the node. `known` is the row and the
+    draft tokens of each node, if the host knows them; `masks` are the masks of grammars, if they are computed already.
     """
 
     row: Int[Tensor, " nodes"]
@@ -46,17 +46,17 @@ class PathState:
     masks: Int[Tensor, "nodes words"] | None = None
 
     def host(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """Each node's row and guesses; read from the device, which is waited for, where they are not known."""
+        """The row and the draft tokens of each node; waits for the device if the host does not know them."""
         return self.known or list(zip(self.row.tolist(), self.drawn.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """A drafter's guesses after some nodes: distinct tokens in draw order, -1 where there are fewer.
+    """A drafter's draft tokens after some nodes: distinct tokens in draw order, then -1.
 
-    `survival` is the drafter's own probability that a child is what the target chooses there, given that its parent
-    was reached; 0 where there is none; None where it was not asked for. `law` are the probabilities the children were
-    drawn from, without replacement (rejection modes only; greedy rows choose, so their DraftLaw.row must be -1).
+    `survival` is the drafter's probability that the target chooses this child if the parent is accepted; 0 for missing
+    children; None if it was not requested. `law` is the distribution that the children were sampled from without
+    replacement (rejection modes only; children of greedy rows are not sampled, so their DraftLaw.row must be -1).
     """
 
     tokens: Int[Tensor, "nodes width"]
@@ -66,7 +66,7 @@ class Children:
 
 @dataclass(frozen=True, slots=True)
 class HostChildren:
-    """Children as the host sees them: node by node tokens and survival, and their law on the device."""
+    """`Children` on the host: the tokens and survival of each node; the law stays on the device."""
 
     tokens: Sequence[Sequence[int]]
     survival: Sequence[Sequence[float]] | None = None
@@ -78,10 +78,9 @@ _PREFIX = 1024
 
 
 class Transforms:
-    """The transforms of a round: `steps` says which there are, `tables` (RoundTables.arrays) hold what rows ask for.
+    """The transforms of a round: `steps` lists them, `tables` (RoundTables.arrays) has their parameters by row.
 
-    All of it is tensor code without a wait for the device but for processors, and for grammars whose masks the nodes do
-    not bring along, which alone ask `rows`.
+    Nothing waits for the device, except processors and grammars whose masks are not in the nodes' state.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Transforms:
 
     @classmethod
     def of(cls, host: RoundTables, num_ids: int, device: torch.device) -> Transforms:
-        """Those that rows ask for; their tables are copied to the device at first use, in one copy."""
+        """The transforms of these rows; the tables are copied to the device at first use, in one copy."""
         return cls(host.steps, lambda: upload_arrays(host.arrays(host.steps), device), host.vocab, num_ids, host.rows)
 
     @cached_property
@@ -105,28 +104,28 @@ class Transforms:
     def all_greedy(self) -> bool:
         return not self.steps.sampled
 
-    def shape(self, logits: Logits, at: PathState, *, guessing: bool = False) -> Logits:
-        """All that comes before temperature, in float32 (float64 stays); the caller's logits are left alone.
+    def edit(self, logits: Logits, at: PathState, *, drafting: bool = False) -> Logits:
+        """Apply all transforms before temperature to a copy of the logits, in float32 (float64 stays).
 
-        `guessing` leaves grammars out where the host would have to wait for the guesses that a device has drawn.
+        When `drafting`, grammars are left out if the host would have to wait for draft tokens on a device.
         """
-        steps, kept = self.steps, logits
+        steps, original = self.steps, logits
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.to(torch.float32)
-        if logits is kept and (self.num_ids < self.vocab or steps.fixed or steps.ends or steps.words):
+        if logits is original and (self.num_ids < self.vocab or steps.fixed or steps.ends or steps.words):
             logits = logits.clone()
         if self.num_ids < self.vocab:
             logits[:, self.num_ids :] = -math.inf
         if steps.fixed:
             self._bias(logits, at)
         if steps.ends:
-            until, ids = self.tables["ends_from"][at.row], self.tables["ends"][at.row]
-            still = at.position[:, None] < until
-            logits.scatter_(1, ids, torch.where(still, -math.inf, logits.gather(1, ids)))
+            ends_from, ids = self.tables["ends_from"][at.row], self.tables["ends"][at.row]
+            too_short = at.position[:, None] < ends_from
+            logits.scatter_(1, ids, torch.where(too_short, -math.inf, logits.gather(1, ids)))
         if steps.words:
             self._ban_words(logits, at)
         if steps.processors:
             logits = self._process(logits, at)
-        unseen = guessing and at.known is None and not is_cpu(logits.device)
+        unseen = drafting and at.known is None and not is_cpu(logits.device)
         if steps.masks and not unseen:
             masks = masks_of(self.rows, at.host(), logits.shape[1]) if at.masks is None else at.masks
             logits = constrained(logits, upload_tensor(masks, logits.device))
@@ -136,8 +135,8 @@ class Transforms:
             logits = self._penalise_counts(logits, at)
         return logits
 
-    def narrow(self, logits: Logits, at: PathState) -> Logits:
-        """Temperature and the filters, on shaped logits, of rows that are not greedy."""
+    def filter(self, logits: Logits, at: PathState) -> Logits:
+        """Apply temperature, min-p, top-k and top-p to the result of `edit`."""
         steps = self.steps
         if steps.heat:
             temperature = self._number("temperature", at, logits.dtype)
@@ -157,7 +156,7 @@ class Transforms:
         return self._number("greedy", at, torch.bool)
 
     def _number(self, name: str, at: PathState, dtype: torch.dtype) -> Tensor:
-        """One of the numbers of each node's row, [nodes, 1]."""
+        """One of the parameters in NUMBERS of each node's row, [nodes, 1]."""
         column = NUMBERS.index(name)
         return self.tables["numbers"][:, column : column + 1][at.row].to(dtype)
 
@@ -168,27 +167,27 @@ class Transforms:
         logits.scatter_(1, ids, torch.where(values.isneginf(), values, bounded(old + values, old)).to(logits.dtype))
 
     def _ban_words(self, logits: Logits, at: PathState) -> None:
-        """Ban, in place, the last token of each word whose other tokens the answer up to a node ends with."""
-        heads, lasts, ends = (self.tables[name][at.row] for name in ("heads", "lasts", "endings"))
-        text = torch.cat([ends, at.drawn], dim=1)
-        reach = torch.arange(ends.shape[1], device=text.device)
-        behind = text.gather(1, (at.drawn >= 0).sum(1, keepdim=True) + reach)
-        met = ((heads == behind[:, None]) | (heads == ANY)).all(2)
-        # Words may share their last token, which the least of them decides.
-        logits.scatter_reduce_(1, lasts, torch.where(met, -math.inf, math.inf).to(logits.dtype), "amin")
+        """Ban, in place, the last token of each bad word if the answer ends with the word's other tokens."""
+        heads, lasts, endings = (self.tables[name][at.row] for name in ("heads", "lasts", "endings"))
+        text = torch.cat([endings, at.drawn], dim=1)
+        offsets = torch.arange(endings.shape[1], device=text.device)
+        ending = text.gather(1, (at.drawn >= 0).sum(1, keepdim=True) + offsets)
+        matches = ((heads == ending[:, None]) | (heads == ANY)).all(2)
+        # Several words may have the same last token, so the minimum is taken.
+        logits.scatter_reduce_(1, lasts, torch.where(matches, -math.inf, math.inf).to(logits.dtype), "amin")
 
     def _process(self, logits: Logits, at: PathState) -> Logits:
-        """Run each row's processors node by node; user code, so this is the one place that reads tensors here."""
-        done = list(logits.unbind(0))
+        """Run each row's processors node by node, on the host, since they are user code."""
+        processed = list(logits.unbind(0))
         for node, (index, drawn) in enumerate(at.host()):
             row = self.rows[index]
             if row.params.logits_processors:
                 text = [*row.tokens, *(token for token in drawn if token >= 0)]
                 try:
-                    done[node] = _run_processors(row, text, logits[node], self.num_ids)
-                except BaseException as error:  # a request's own code: even where it exits, it ends its request alone
+                    processed[node] = _run_processors(row, text, logits[node], self.num_ids)
+                except BaseException as error:  # even if a request's code calls exit(), only this request must end
                     raise RequestFailed(row.seq_id) from no_interrupt(error)
-        return torch.stack(done)
+        return torch.stack(processed)
 
     def _penalise_repeats(self, logits: Logits, at: PathState) -> Logits:
         ids, times = self._counted(at)
@@ -205,17 +204,17 @@ class Transforms:
         return logits.scatter(1, ids, logits.gather(1, ids) - frequency * counts - presence * (counts > 0))
 
     def _counted(self, at: PathState) -> tuple[Int[Tensor, "nodes ids"], Int[Tensor, "nodes ids"]]:
-        """(the distinct ids of each node's text, how often they stand in the answer)."""
+        """(the distinct ids of each node's text, how often each occurs in the answer)."""
         return self.tables["counted"][at.row].long(), self.tables["said"][at.row]
 
 
 def _run_processors(
     row: RowSampling, text: list[int], logits: Float[Tensor, " vocab"], num_ids: int
 ) -> Float[Tensor, " vocab"]:
-    """One node's processors in turn; what they say of padding ids, from `num_ids` on, does not count.
+    """Run one node's processors in order; their results for padding ids (from `num_ids` on) are ignored.
 
-    A dead end (nothing left to draw) ends the text: guessed continuations reach dead ends that the target never
-    would, and must not fail the request. Raises InvalidRequest for a result that is no logits.
+    If they leave no possible token, the end token is the only one: draft tokens may lead to such states although the
+    target's own text never does, so the request must not fail. Raises InvalidRequest if a result is not valid logits.
     """
     field, original = "logits_processors", logits
     for processor in row.params.logits_processors:
@@ -229,14 +228,15 @@ def _run_processors(
     if not logits.isneginf().all() or original.isneginf().all():
         return logits
     if not row.eos_ids:
-        raise InvalidRequest(field, f"no token is left after {len(text)} tokens, and the model has no end token")
+        problem = f"they exclude every token after {len(text)} tokens, and the model has no end token"
+        raise InvalidRequest(field, f"{problem}: allow at least one token")
     return logits.index_fill(0, torch.tensor(row.eos_ids[0], device=logits.device), 0.0)
 
 
 def _with_path(
     ids: Int[Tensor, "nodes texts"], counts: Float[Tensor, "nodes texts"], at: PathState
 ) -> tuple[Int[Tensor, "nodes ids"], Float[Tensor, "nodes ids"]]:
-    """All ids of each node's text, its path included, and how often each occurs; an id may stand there twice."""
+    """All ids of each node's text and path, and how often each occurs; an id may be listed twice."""
     path = at.drawn.clamp_min(0)
     before = ((path[:, :, None] == ids[:, None]) * counts[:, None]).amax(2)
     ids, counts = torch.cat([ids, path], dim=1), torch.cat([counts, before], dim=1)
@@ -244,46 +244,46 @@ def _with_path(
 
 
 def bounded(new: Logits, old: Logits) -> Logits:
-    """`new` as far as the format holds it, where `old` was finite; infinity and NaN were not made here, and stay."""
+    """`new`, limited to the finite range of its dtype wherever `old` was finite."""
     most = torch.finfo(new.dtype).max
     return torch.where(old.isfinite(), new.clamp(-most, most), new)
 
 
 def centred(logits: Logits, temperature: Float[Tensor, "nodes 1"] | None = None) -> Logits:
-    """Each row, shifted so that its largest logit is 0 if that logit over the temperature would be infinite.
+    """Shift each row whose largest logit over the temperature would be infinite, so that its largest logit is 0.
 
-    A law stays the same when its logits are moved; of one with infinite logits the largest are left. Rows that have no
-    law, with NaN or with nothing above -inf, are left alone.
+    A shift does not change the law; of infinite logits the largest get all probability. Rows without a law (with NaN,
+    or nothing above -inf) do not change.
     """
     peak = logits.amax(1, keepdim=True)
-    far = (peak if temperature is None else peak / temperature).isinf() & (peak > -math.inf)
-    if is_cpu(logits.device) and not far.numpy().any():  # elsewhere it would be waited for
+    too_large = (peak if temperature is None else peak / temperature).isinf() & (peak > -math.inf)
+    if is_cpu(logits.device) and not too_large.numpy().any():  # on a GPU this would wait for it
         return logits
     most = torch.finfo(logits.dtype).max
-    return torch.where(far, logits.clamp(max=most) - peak.clamp(max=most), logits)
+    return torch.where(too_large, logits.clamp(max=most) - peak.clamp(max=most), logits)
 
 
 def mask_below(logits: Logits, least: Float[Tensor, "nodes 1"]) -> Logits:
-    """-inf for what is smaller than `least`; equals stay, so that ties do not depend on an order."""
+    """Set logits below `least` to -inf; equal logits stay, so that the result does not depend on an order of ties."""
     return logits.masked_fill(logits < least, -math.inf)
 
 
 def kth_largest(logits: Logits, k: Int[Tensor, "nodes 1"], widest: int) -> Float[Tensor, "nodes 1"]:
-    """The k-th largest value of each row, -inf where k is 0; no k exceeds `widest`."""
+    """The k-th largest value of each row, -inf if k is 0; `widest` is the largest k."""
     values = logits.topk(widest, dim=1).values.gather(1, (k - 1).clamp_min(0).clamp_max(widest - 1))
     return torch.where(k > 0, values, -math.inf)
 
 
 def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
-    """Mask all but the likeliest tokens that together reach `top_p`: one is kept while those above it do not.
+    """Keep the most likely tokens whose probabilities together reach `top_p`, and set all others to -inf.
 
     Tokens as likely as the last one kept are kept too; an infinite `top_p` keeps all.
     """
     probs = softmax(logits)
     off = top_p.isinf()
-    # Sorting 150,000 tokens takes 10 ms, the largest 1024 half a millisecond, and they nearly always hold the
-    # nucleus. On CPUs the sums over them have the bits of the sums over all (cumsum runs from the left), so that
-    # which way was taken, a matter of batch-mates too, does not show.
+    # Sorting 150,000 tokens takes 10 ms, finding the largest 1024 half a millisecond, and these nearly always include
+    # the nucleus. On CPUs their cumulative sums have the same bits as those of a full sort (cumsum runs from the left),
+    # so the result does not depend on the method, which depends on the other rows.
     large = logits.device.type == "cpu" and logits.shape[1] >= 16 * _PREFIX
     prefix = _PREFIX if large else logits.shape[1]
     ranked = probs.topk(prefix, dim=1).values if large else probs.sort(dim=1, descending=True).values
@@ -291,22 +291,23 @@ def keep_nucleus(logits: Logits, top_p: Float[Tensor, "nodes 1"]) -> Logits:
     if large and not (off | (mass[:, -1:] >= top_p)).all():
         ranked = probs.sort(dim=1, descending=True).values
         mass = running_sum(ranked)
-    kept = (mass[:, :-1] < top_p).sum(1, keepdim=True)  # the first is kept too, at rank 0
-    return logits.masked_fill((probs < ranked.gather(1, kept)) & ~off, -math.inf)
+    last_kept = (mass[:, :-1] < top_p).sum(1, keepdim=True)
+    return logits.masked_fill((probs < ranked.gather(1, last_kept)) & ~off, -math.inf)
 
 
 def masks_of(
     rows: Sequence[RowSampling], nodes: Sequence[tuple[int, Sequence[int]]], vocab: int
 ) -> Int[Tensor, "nodes words"]:
-    """What may be drawn after each node, which is a row and the guesses behind its root, -1 after their end; `packed`.
+    """The packed grammar mask after each node, given as its row and draft tokens (-1 after their end).
 
-    All bits are set where a row has no grammar.
+    All bits are set for rows without a grammar.
     """
 
     def allowed(row: int, path: Sequence[int]) -> Allowed:
         constraint = rows[row].constraint
         if constraint is None:
             return ANYTHING
-        return constraint.after((*constraint.behind(rows[row].tokens), *(token for token in path if token >= 0)))
+        drafted = (token for token in path if token >= 0)
+        return constraint.after((*constraint.suffix(rows[row].tokens), *drafted))
 
     return packed([allowed(row, path) for row, path in nodes], vocab)

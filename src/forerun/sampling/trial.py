@@ -1,8 +1,8 @@
-"""Trial: a long grammar is compiled in a process of its own before this one compiles it.
+"""Trial: compiles a long grammar in another process first, to find out whether this process can compile it.
 
-llguidance follows references by recursion and builds automata without a limit of time, so that a few thousand rules
-overflow the stack, which ends the process, and a long expression takes minutes. This file decides which grammars are
-long enough for that, and how much time, memory and stack such a grammar may take.
+llguidance resolves references by recursion and builds automata without a limit of time: a few thousand rules overflow
+the stack, which ends the process, and a long expression takes minutes. This file decides which grammars need a trial,
+and how much time, memory and stack they may take.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-UNTRIED_CHARACTERS = 4000  # a shorter grammar has a few hundred rules, and the stack holds ten times as many
-LIMIT_S = 2  # of processor time: ten times what long schemas that people write take
-PATIENCE_S = 20.0  # by the clock, on a busy machine or a system without the other limit
-NICENESS = 10  # whoever is answered comes first
+UNTRIED_CHARACTERS = 4000  # grammars up to this length need no trial: the stack has room for ten times their rules
+LIMIT_S = 2  # of processor time: ten times what long schemas in practice take
+PATIENCE_S = 20.0  # of elapsed time, for busy machines and systems without limits of processor time
+NICENESS = 10  # lets running requests go first
 MOST_MEMORY = 1 << 30  # bytes
-STACK_BYTES = 1 << 22  # half of what threads have, so that what holds here holds there
+STACK_BYTES = 1 << 22  # half of what threads have, so that a grammar which passes the trial also compiles there
 TOO_MUCH = "compiling it takes too much time, memory or depth."
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from forerun.sampling.trial import main; main()"
 
 
 def problem_of_trial(source: str, num_tokens: int, special: Mapping[int, str]) -> str | None:
-    """What is wrong with a grammar in llguidance's own format, for a vocabulary of so many ids; None where it compiles.
+    """What is wrong with a grammar in llguidance's own format, for a vocabulary of `num_tokens`; None if it compiles.
 
     `special` has the names of the ids that the grammar may name. Takes at most PATIENCE_S, and is safe for any source.
     """
@@ -45,8 +45,8 @@ def problem_of_trial(source: str, num_tokens: int, special: Mapping[int, str]) -
 
 
 class TokenTable:
-    """What llguidance asks of a tokenizer, in its words: the bytes of each token, and behind them a token that stands
-    for the end, since which ids end a text is the request's matter. `special` ids are no text."""
+    """The attributes that llguidance reads of a tokenizer: the bytes of each token, then an additional end token, since
+    the request decides which ids end a text. `special` ids are not text."""
 
     def __init__(self, tokens: Sequence[bytes], special: Iterable[int], encode: Callable[[str], Iterable[int]]) -> None:
         self.eos_token_id, self.bos_token_id = len(tokens), None
@@ -59,7 +59,7 @@ class TokenTable:
 
 
 def limit_resources() -> None:
-    """Bound this process's time and memory, and let it leave no image of it when it crashes, where that can be done."""
+    """Limit this process's time and memory, and switch off core dumps, if the system supports it."""
     with suppress(ImportError, OSError, ValueError, AttributeError):
         import resource
 
@@ -71,7 +71,7 @@ def limit_resources() -> None:
 
 
 def compile_grammar(source: str, num_tokens: int, special: Sequence[tuple[int, str]]) -> str | None:
-    """Compile a grammar and compute its first mask; what llguidance says against it, if anything."""
+    """Compile a grammar and compute its first mask; returns llguidance's error message, if any."""
     import llguidance
 
     tokens = [bytes([i]) if i < 256 else b"\xff" + i.to_bytes(4, "big") for i in range(num_tokens)]  # stand-ins
@@ -87,7 +87,7 @@ def compile_grammar(source: str, num_tokens: int, special: Sequence[tuple[int, s
 
 
 def main() -> None:
-    """Compile the grammar of the request on standard input, and write what is wrong with it; or end in the attempt."""
+    """Compile the grammar on standard input and write its error message or null; without success the process ends."""
     request = json.load(sys.stdin.buffer)
     limit_resources()
     threading.stack_size(STACK_BYTES)

@@ -1,9 +1,9 @@
-"""One round's noise, computed once and only where it can matter, and the tokens that win with it.
+"""Winners: the argmax of logits plus noise, without computing noise that cannot matter.
 
-This file decides which noise is computed. Over a large vocabulary the noise is the main cost of a draw, and nearly all
-of it belongs to tokens that cannot win. Noise above QUIET belongs to one id in 512, which the hash alone identifies.
-Every other token needs a logit within QUIET of a score that was already found, and few have one. So some hundred of
-150,000 tokens are examined, and the winner is, bit for bit, the one that all the noise would give.
+For a large vocabulary the noise is the main cost of sampling, and nearly all of it belongs to tokens that cannot win.
+Only one id in 512 has noise above QUIET, and its hash alone shows it. Any other token can win only if its logit is
+within QUIET of a score that is already known, and few have such a logit. So some hundred of 150,000 tokens are
+examined, and the winner is, bit for bit, the argmax over all of them.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from forerun.annotations import Float, Int
 from forerun.device import is_cpu
 from forerun.sampling.noise import FAINTEST, QUIET, gumbel, gumbel_at, loud_ids
 
-LEAST_VOCAB = 16_384  # below, all noise costs no more than looking for what may win
-SLACK = 2.0**-4  # for the rounding of noise
-FEW = 8  # largest scores that are looked for one after the other
-ROUNDING = 2.0**-20  # for the rounding of a score, in parts of it: several units in the last place of float32
+LEAST_VOCAB = 16_384  # for a smaller vocabulary, computing all noise takes no longer than this search
+SLACK = 2.0**-4  # bound of the rounding errors of noise
+FEW = 8  # up to this many largest scores are found by repeated argmax
+ROUNDING = 2.0**-20  # bound of a score's relative rounding error: several units in the last place of float32
 
 
 def first_largest(scores: Float[Tensor, "rows vocab"]) -> Int[Tensor, "rows 1"]:
-    """Each row's largest element, the first among equals, a NaN if there is one: torch's argmax.
+    """The index of each row's largest element, the first among equals, of a NaN if there is one: torch's argmax.
 
-    On CPUs by numpy, which takes a twentieth of the time.
+    On CPUs computed by numpy, which takes a twentieth of the time.
     """
     if scores.device.type != "cpu" or not scores.numel():
         return scores.argmax(1, keepdim=True)
     return torch.from_numpy(scores.detach().numpy().argmax(1))[:, None]
 
 
-def all_on_largest(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-    """The law of greedy rows: all on the largest logit, the lowest id among equals; NaN there if that is none."""
+def point_mass(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    """The law of greedy rows: probability 1 at the largest logit, the lowest id among equals; NaN there if no logit is
+    above -inf."""
     first = first_largest(logits)
-    there = torch.where(logits.gather(1, first) > -math.inf, 1.0, math.nan).to(logits.dtype)
-    return torch.zeros_like(logits).scatter_(1, first, there)
+    mass = torch.where(logits.gather(1, first) > -math.inf, 1.0, math.nan).to(logits.dtype)
+    return torch.zeros_like(logits).scatter_(1, first, mass)
 
 
-def tamed(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-    """Logits with NaN as -inf and infinity as the largest number, so that only -inf is impossible."""
-    if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # elsewhere it would be waited for
+def without_nan(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    """Logits with NaN replaced by -inf, and infinity by the largest finite number."""
+    if logits.device.type == "cpu" and logits.amax(1).isfinite().all().numpy():  # on a GPU this would wait for it
         return logits
     return logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
 
@@ -51,8 +52,8 @@ def tamed(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
 def largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "nodes width"]:
     """The ids of the `width` largest scores of each row in falling order, ties to the lowest id.
 
-    A few by repeated argmax: topk does not say which of equals it takes, and a stable sort of a whole vocabulary costs
-    more than a handful of passes over it. Where fewer than `width` are above -inf, what follows them is any id.
+    If fewer than `width` scores are above -inf, the last ids are arbitrary. A few ids are found by repeated argmax:
+    topk does not define which of equal scores it returns, and a stable sort of the entire vocabulary takes longer.
     """
     if width <= 1:
         return first_largest(scores)[:, :width]
@@ -66,19 +67,19 @@ def largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "no
 
 
 def many_largest(scores: Float[Tensor, "nodes vocab"], width: int) -> Int[Tensor, "nodes width"]:
-    """What `largest` gives, for many ids: on CPUs only what is not below the last of them is sorted."""
+    """`largest` for many ids: on CPUs only scores that are not below the last of them are sorted."""
     if not is_cpu(scores.device):
         return scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
     least = scores.topk(width, dim=1).values[:, -1:]
     ids = []
-    for row, reached in zip(scores.detach().numpy(), (~(scores < least)).numpy(), strict=True):
-        near = np.flatnonzero(reached)
-        ids.append(near[np.argsort(-row[near], kind="stable")[:width]])
+    for row, is_large in zip(scores.detach().numpy(), (~(scores < least)).numpy(), strict=True):
+        large = np.flatnonzero(is_large)
+        ids.append(large[np.argsort(-row[large], kind="stable")[:width]])
     return torch.from_numpy(np.array(ids, dtype=np.int64).reshape(len(scores), width))
 
 
 class RoundNoise:
-    """Gumbel noise by key. Siblings, the drafter's steps and the target's pass ask for the same: on CPUs it is kept."""
+    """Gumbel noise by key. On CPUs it is cached, since drafter and target need the same noise in a round."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab, self.device = vocab, device
@@ -87,29 +88,29 @@ class RoundNoise:
 
     @property
     def searches(self) -> bool:
-        """Whether winners are found without making all noise."""
+        """Whether winners are found without computing all noise."""
         return self.device.type == "cpu" and self.vocab >= LEAST_VOCAB
 
     def prepare(self, keys: Int[Tensor, " rows"]) -> None:
-        """Make at once what will be asked for, where it is cheaper so."""
+        """Compute and cache the noise of these keys, if computing it at once is faster."""
         if self.device.type == "cpu" and not self.searches:
             self.rows(keys)
 
     def rows(self, keys: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-        """All noise under every key."""
+        """The noise of all ids, for each key."""
         if self.device.type != "cpu":
             return gumbel(keys, self.vocab)
-        asked: list[int] = keys.tolist()
-        missing = [key for key in dict.fromkeys(asked) if key not in self._made]
-        if missing or not asked:
+        host_keys: list[int] = keys.tolist()
+        missing = [key for key in dict.fromkeys(host_keys) if key not in self._made]
+        if missing or not host_keys:
             made = gumbel(torch.tensor(missing, dtype=torch.int64), self.vocab)
             self._made |= zip(missing, made.unbind(0), strict=True)
-            if missing == asked:
+            if missing == host_keys:
                 return made
-        return torch.stack([self._made[key] for key in asked])
+        return torch.stack([self._made[key] for key in host_keys])
 
     def winners(self, logits: Float[Tensor, "rows vocab"], keys: Int[Tensor, " rows"]) -> Int[Tensor, "rows 1"]:
-        """The first largest of `logits + rows(keys)`, to the bit."""
+        """The argmax of `logits + rows(keys)`, the first among equals."""
         if not self.searches or not len(keys):
             return first_largest(logits + self.rows(keys))
         peak = logits.amax(1)
@@ -117,9 +118,9 @@ class RoundNoise:
             return first_largest(logits + self.rows(keys))
         row, ids, noise = self.loud(keys)
         loud = logits[row, ids] + noise
-        reached = (peak + FAINTEST).scatter_reduce_(0, row, loud, "amax")
-        least = reached - (QUIET + SLACK) - ROUNDING * reached.abs()
-        near = np.flatnonzero(logits.detach().numpy() >= least.numpy()[:, None])  # a tenth of the time of torch's
+        known_best = (peak + FAINTEST).scatter_reduce_(0, row, loud, "amax")
+        least = known_best - (QUIET + SLACK) - ROUNDING * known_best.abs()
+        near = np.flatnonzero(logits.detach().numpy() >= least.numpy()[:, None])  # in a tenth of torch's time
         near_row = near // self.vocab
         near_ids = torch.from_numpy(near - near_row * self.vocab)
         row, ids = torch.cat([row, torch.from_numpy(near_row)]), torch.cat([ids, near_ids])
@@ -127,7 +128,7 @@ class RoundNoise:
         return first_of_rows(torch.cat([loud, quiet]), row, ids, len(keys))
 
     def loud(self, keys: Int[Tensor, " rows"]) -> tuple[Tensor, Tensor, Tensor]:
-        """(row, id, noise) of all that may be loud under these keys."""
+        """(row, id, noise) of all ids whose noise under these keys may be above QUIET."""
         parts = []
         for i, key in enumerate(keys.tolist()):
             if key not in self._loud:
@@ -142,7 +143,7 @@ class RoundNoise:
 def first_of_rows(
     scores: Float[Tensor, " pairs"], row: Int[Tensor, " pairs"], ids: Int[Tensor, " pairs"], rows: int
 ) -> Int[Tensor, "rows 1"]:
-    """Of each row's pairs the one with the largest score, the lowest id among equals; every row has a pair."""
+    """The id of the largest score among each row's pairs, the lowest id among equals; every row has a pair."""
     best = scores.new_full((rows,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
     most = torch.iinfo(ids.dtype).max
     first = ids.new_full((rows,), most).scatter_reduce_(0, row, torch.where(scores == best[row], ids, most), "amin")
