@@ -1,8 +1,8 @@
-"""Chat templates: a conversation as the text that a model was trained to read.
+"""Chat templates: turn a conversation into the prompt format of a model.
 
-This file decides what a conversation is, which of a checkpoint's templates is used, and whether an error while
-rendering is due to the conversation or the template. Templates are read when they are first needed, so that a damaged
-one does not keep a model from completing text. `text/renderer.py` runs them.
+This file decides which values are a conversation, which of a checkpoint's templates is used, and whether an error of
+rendering is due to the conversation or the template. Templates are read at first use, so that a model with a damaged
+one can still complete text. `text/renderer.py` runs them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MARK = "<|forerun goes on here|>"
 MOST_DEPTH = 64  # of lists and objects inside a message
 LONGEST_TEMPLATE = 1 << 20
 LONGEST_VALUES = 1 << 24  # characters: several times what the longest context holds
-ITEM = 32  # characters that an item of a list or an object counts as
+ITEM = 32  # characters that each value counts as, in addition to those of its text
 LONGEST_NUMBER = 1 << 10  # bits
 
 
 class ChatTemplate:
-    """One checkpoint's templates, read when one is first needed.
+    """The templates of a checkpoint, read at first use.
 
-    `declared` is what tokenizer_config.json says: one template, or a list of them with names, of which "default" is
-    used, and "tool_use" where there are tools. Where the folder has `files`, by name, they count instead of it.
+    `declared` is the value in tokenizer_config.json: one template, or a list of named ones, of which "default" is used,
+    or "tool_use" for a conversation with tools. If there are `files`, by template name, they are used instead.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ChatTemplate:
         self._cure = cure
 
     def __reduce__(self) -> Any:
-        """What a copy in another process is made of: the texts of the files, which may not be there."""
+        """Pickling, for copies in other processes, which get the texts because the files may not exist there."""
         with suppress(ChatTemplateError):
             declared = [{"name": name, "template": source} for name, source in self._named.items()]
             return ChatTemplate, (declared, self._origin, None, self._cure)
@@ -56,9 +56,9 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, declared: object, gguf_file: object = None) -> ChatTemplate:
-        """The templates of a folder; its files are checked when one is used.
+        """The templates of a folder; its files are checked at first use.
 
-        Where the folder stands for a GGUF file, errors name that file.
+        If the folder is the cache of a GGUF file, errors name that file.
         """
         if isinstance(gguf_file, str):
             return cls(declared, f"{gguf_file} (tokenizer.chat_template)", cure=NAME_ANOTHER)
@@ -79,14 +79,14 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation; `tokens` are the special tokens by name (bos_token, eos_token, ...).
 
-        `options` are given to the template under their names: tools, documents, enable_thinking and so on. Raises
-        ChatTemplateError where the template is missing or fails, InvalidRequest where it refuses the conversation or
-        where that is none.
+        `options` are passed to the template by name: tools, documents, enable_thinking and so on. Raises
+        ChatTemplateError if the template is missing or fails, InvalidRequest if the messages are invalid or the
+        template refuses them.
         """
         talk = conversation(messages)
         if add_generation_prompt and continue_final_message:
             raise InvalidRequest(
-                "continue_final_message", "it excludes add_generation_prompt, which begins another message: use one."
+                "continue_final_message", "it excludes add_generation_prompt, which starts a new message: use one."
             )
         plain_options = {name: plain(value, name) for name, value in options.items()}
         values = {"tools": None, "documents": None, **(tokens or {}), **plain_options}
@@ -97,12 +97,12 @@ class ChatTemplate:
         return up_to_mark(text) if continue_final_message else text
 
     def require(self, name: str = "default") -> None:
-        """Raise ChatTemplateError where a template is missing or does not parse."""
+        """Raise ChatTemplateError if a template is missing or does not parse."""
         self._run(name, None)
 
     @property
     def is_usable(self) -> bool:
-        """Whether conversations can be held: there is a template, and it parses."""
+        """Whether there is a template that parses."""
         try:
             self.require()
         except ChatTemplateError:
@@ -122,26 +122,27 @@ class ChatTemplate:
         return text
 
     def digest(self) -> str:
-        """16 hex digits that tell the template apart from others. Raises ChatTemplateError where there is none."""
+        """16 hex digits that identify the template. Raises ChatTemplateError if there is none."""
         return hashlib.sha256(self.source("default").encode()).hexdigest()[:16]
 
     def source(self, name: str = "default") -> str:
-        """The text of a template. Raises ChatTemplateError where there is none, or none that can be read."""
+        """The text of a template. Raises ChatTemplateError if it is missing or cannot be read."""
         named = self._named
         source = named.get(name, named.get("default"))
         if source is None:
             origin = self._origin + (f", which has {shown(sorted(named))} by name" if named else "")
             raise ChatTemplateError(
                 f'no chat template in {origin}: use a chat ("instruct") model, {self._cure}, '
-                "give one as chat_template, or let the model go on from plain text"
+                "give one as chat_template, or let the model continue plain text"
             )
         if len(source) > LONGEST_TEMPLATE:
-            raise ChatTemplateError(f"the chat template of {self._origin} is longer than {LONGEST_TEMPLATE} letters")
+            problem = f"has {len(source)} characters: use one of at most {LONGEST_TEMPLATE}"
+            raise ChatTemplateError(f"the chat template of {self._origin} {problem}")
         return source
 
     @cached_property
     def _named(self) -> dict[str, str]:
-        """The templates by name. Raises ChatTemplateError for what is not a template."""
+        """The templates by name. Raises ChatTemplateError if a declared value is not a template."""
         if self._files:
             return {name: text_of(file) for name, file in self._files.items()}
         declared = self._declared
@@ -158,7 +159,7 @@ class ChatTemplate:
 
 
 def text_of(file: Path) -> str:
-    """The text of a template's file. Raises ChatTemplateError where it cannot be read."""
+    """The text of a template's file. Raises ChatTemplateError if it cannot be read."""
     try:
         return file.read_text("utf-8")
     except (OSError, ValueError) as error:
@@ -166,52 +167,49 @@ def text_of(file: Path) -> str:
 
 
 def mark_end(talk: list[dict[str, Any]]) -> None:
-    """Put a mark behind the last message, to be found in the rendered text. The blank shows whether it is trimmed."""
+    """Append a mark to the last message, to find its end in the rendered text; the blank shows whether it is trimmed."""
     content = talk[-1].get("content") if talk else None
     if not isinstance(content, str):
-        raise InvalidRequest(
-            "continue_final_message", f"the last message has {shown(content)} to go on from: use text."
-        )
+        problem = f"the content of the last message is {shown(content)}, which cannot be continued: use text."
+        raise InvalidRequest("continue_final_message", problem)
     talk[-1]["content"] = f"{content}{MARK} "
 
 
 def up_to_mark(text: str) -> str:
-    """The text in front of the mark; without the blanks at its end, if the template trims messages."""
+    """The text before the mark; without the blanks at its end, if the template trims messages."""
     at = text.rfind(MARK)
     if at < 0:
-        raise InvalidRequest(
-            "continue_final_message", "the template does not show the last message as it is: leave it."
-        )
+        problem = "the template changes the last message, so it cannot be continued: leave this option out."
+        raise InvalidRequest("continue_final_message", problem)
     return text[:at] if text.startswith(f"{MARK} ", at) else text[:at].rstrip()
 
 
 def conversation(messages: object) -> list[dict[str, Any]]:
     """Messages as plain values. Raises InvalidRequest for anything but a list of objects with a role."""
     turns = plain(messages, "messages")
+    example = '{"role": "user", "content": text}'
     if not isinstance(turns, list):
-        raise InvalidRequest("messages", f'{shown(messages)} is no list of messages such as {{"role": "user", ...}}.')
+        raise InvalidRequest("messages", f"{shown(messages)} is not a list of messages: use a list of {example}.")
     for message in turns:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidRequest(
-                "messages", f'{shown(message)} is no message: use {{"role": "user", "content": text}}.'
-            )
+            raise InvalidRequest("messages", f"{shown(message)} is not a message: use {example}.")
         if not isinstance(message.get("content"), str | list | None):
-            raise InvalidRequest("messages", f"the content {shown(message['content'])} is no text: use text.")
+            raise InvalidRequest("messages", f"the content {shown(message['content'])} is not text: use text.")
     return turns
 
 
 def plain(value: object, field: str) -> Any:
-    """A copy of JSON-like values as plain dicts and lists. Raises InvalidRequest, naming the field, for all others."""
+    """A copy of JSON-like values as plain dicts and lists. Raises InvalidRequest, naming the field, for other values."""
     room = LONGEST_VALUES
 
     def copied(value: object, depth: int) -> Any:
         nonlocal room
         room -= ITEM + (len(value) if isinstance(value, str) else 0)
         if room < 0:
-            raise InvalidRequest(field, f"they are longer than {LONGEST_VALUES} letters: shorten them.")
+            raise InvalidRequest(field, f"the values have more than {LONGEST_VALUES} characters: shorten them.")
         if depth > MOST_DEPTH:
             raise InvalidRequest(
-                field, f"values are nested more than {MOST_DEPTH} deep, or hold themselves: flatten them."
+                field, f"the values are nested more than {MOST_DEPTH} deep, or contain themselves: flatten them."
             )
         if value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):
             return value

@@ -1,9 +1,8 @@
-"""From token ids to text, one token at a time, without splitting a character.
+"""Incremental detokenization: from token ids to text, one token at a time, without splitting a character.
 
 This file decides which text is final after each token, so that all pieces joined are exactly what the tokenizer decodes
-from all ids at once. It knows three ways to spell text in tokens: bytes (GPT-2, Llama 3, Qwen), words with byte
-fallback (SentencePiece: Llama 2, Mistral, Gemma), and any other, which is decoded through a small window. Stop strings
-are found in `accept.stop`.
+from all ids at once. There are three kinds of decoders: bytes (GPT-2, Llama 3, Qwen), words with byte fallback
+(SentencePiece: Llama 2, Mistral, Gemma), and all others, which are called on a small window of tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 class Piece(NamedTuple):
-    """Text, and the ordinal of the token that completed it; ordinals count a sequence's output from 0.
+    """Text, and the ordinal of the token that completed it: its index in the sequence's output.
 
-    `special` is whether that is a special token.
+    `special`: whether this is a special token.
     """
 
     text: str
@@ -35,27 +34,27 @@ class Piece(NamedTuple):
 
 @runtime_checkable
 class Spelling(Protocol):
-    """The state of one text being decoded."""
+    """The decoding state of one text."""
 
     def feed(self, token_id: int, ordinal: int) -> list[Piece]:
-        """The text that this token makes final."""
+        """The text that becomes final with this token."""
         ...
 
     def undecided(self) -> Sequence[Piece]:
-        """Text that is final only if the next token leaves it so; empty while a character is unfinished."""
+        """Decoded text that the next token may still change; empty while a character is incomplete."""
         ...
 
     def close(self) -> list[Piece]:
-        """What is left when no token follows."""
+        """The rest of the text, after the last token."""
         ...
 
 
 class IncrementalDecoder:
-    """Decodes a growing list of ids: all of `push` and then `finish`, joined, is `Tokenizer.decode` of the ids.
+    """Decodes ids one by one: the results of `push` and then `finish`, joined, are `Tokenizer.decode` of all ids.
 
-    A character whose bytes lie in several tokens is handed out with its last one. Only text that cannot change any
-    more is handed out: a run of byte-fallback tokens is text or replacement characters *as a whole*, so it waits for
-    its end. Work per token does not grow with the text. `hidden` ids are passed over.
+    Only final text is returned: a character whose bytes are in several tokens is returned with the last of them, and a
+    run of byte-fallback tokens at its end, since an invalid byte turns all of it into replacement characters. The work
+    per token does not grow with the text. `hidden` ids are skipped.
     """
 
     def __init__(self, spelling: Spelling, hidden: Collection[int], special: Collection[int]) -> None:
@@ -65,7 +64,7 @@ class IncrementalDecoder:
         self._num_tokens = 0
 
     def feed(self, token_id: int) -> list[Piece]:
-        """The pieces of text that this token makes final, with the ordinals of the tokens that completed them."""
+        """The pieces of text that become final with this token."""
         ordinal = self._num_tokens
         self._num_tokens += 1
         if token_id in self._hidden:
@@ -76,27 +75,26 @@ class IncrementalDecoder:
         return [Piece(piece.text, piece.ordinal, special=piece.ordinal == ordinal) for piece in pieces]
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes final."""
+        """The text that becomes final with this token."""
         return "".join(piece.text for piece in self.feed(token_id))
 
     def undecided(self) -> Sequence[Piece]:
-        """Whole characters that would be final if the ids ended here; empty while a character is unfinished."""
+        """Decoded text that the next token may still change; empty while a character is incomplete."""
         return self._spelling.undecided()
 
     def close(self) -> list[Piece]:
-        """The pieces that are left, the ids being complete."""
+        """The remaining pieces, after the last token."""
         return self._spelling.close()
 
     def finish(self) -> str:
-        """The text that is left, the ids being complete; an unfinished character becomes U+FFFD."""
+        """The remaining text, after the last token; an incomplete character becomes U+FFFD."""
         return "".join(piece.text for piece in self.close())
 
 
 def spelling_of(tokenizer: tokenizers.Tokenizer) -> Callable[[Sequence[int]], Spelling]:
-    """How this tokenizer spells text, by its decoder: a maker of fresh states.
+    """A function that makes new decoding states for this tokenizer.
 
-    The maker's argument is the last few ids before those that will be decoded: where text precedes, a leading
-    space stays.
+    Its argument is the last few ids before those that will be decoded; if there are any, a leading blank is kept.
     """
     chain = _decoder_chain(tokenizer)
     if [step["type"] for step in chain] == ["ByteLevel"]:
@@ -110,9 +108,9 @@ def spelling_of(tokenizer: tokenizers.Tokenizer) -> Callable[[Sequence[int]], Sp
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
-    """What each token adds to a text, in bytes, by id; None for ids without a token.
+    """The bytes that each id adds to a text; None for ids without a token.
 
-    `lead` is the number of blanks that the text loses at its start.
+    `lead` is the number of leading blanks that are removed from a text.
     """
 
     spelled: Sequence[bytes | None]
@@ -120,7 +118,7 @@ class ByteTable:
 
 
 def byte_table(tokenizer: tokenizers.Tokenizer) -> ByteTable | None:
-    """The bytes of all tokens, as the decoder joins them; None for a decoder that does not join bytes."""
+    """The bytes of all tokens; None for a decoder that does not join bytes."""
     chain, vocab = _decoder_chain(tokenizer), tokenizer.get_vocab()
     words = _words_with_fallback(chain)
     if [step["type"] for step in chain] != ["ByteLevel"] and words is None:
@@ -140,27 +138,27 @@ def _decoder_chain(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How words are spelled: replacements within a token, then up to `strip` leading `blank`s of the text dropped."""
+    """A decoder of words: replacements within each token, then up to `strip` leading `blank`s are removed."""
 
     replacements: tuple[tuple[str, str], ...]
     strip: int = 0
     blank: str = " "
 
     def text_of(self, surface: str) -> str:
-        """A token with its replacements made."""
+        """The text of a token, given in the spelling of the vocabulary."""
         for old, new in self.replacements:
             surface = surface.replace(old, new)
         return surface
 
     def bytes_of(self, surface: str) -> bytes:
-        """The bytes that a token stands for."""
+        """The bytes of a token, given in the spelling of the vocabulary."""
         text = self.text_of(surface)
         byte = _BYTE_TOKEN.match(text)
         return bytes([int(byte[1], 16)]) if byte else text.encode()
 
 
 def _words_with_fallback(chain: list[dict[str, Any]]) -> Words | None:
-    """Reads `Replace* ByteFallback Fuse Strip?`, the decoder of SentencePiece conversions; None for any other."""
+    """The decoder `Replace* ByteFallback Fuse Strip?` of converted SentencePiece models; None for any other."""
     replacements = []
     rest = list(chain)
     while rest and rest[0]["type"] == "Replace" and rest[0]["pattern"].get("String"):
@@ -175,7 +173,7 @@ def _words_with_fallback(chain: list[dict[str, Any]]) -> Words | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: a printable Latin-1 byte is itself, the others are counted up from U+0100."""
+    """GPT-2's printable characters for bytes: a printable Latin-1 byte is itself, the others start at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     stand_ins = {chr(byte): byte for byte in printable}
@@ -186,7 +184,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _token_bytes(surface: str) -> bytes:
-    """The bytes that a byte-level token stands for; a token outside the alphabet stands for its own text."""
+    """The bytes of a byte-level token; a token with characters outside the alphabet is its own text."""
     if surface.isascii():
         return surface.encode()
     try:
@@ -201,7 +199,7 @@ def _spelled(tokenizer: tokenizers.Tokenizer, token_id: int) -> bytes | None:
 
 
 class ByteSpelling:
-    """Tokens are bytes of UTF-8: text is final once its bytes are. `spelled` gives a token's; None: there is none."""
+    """Decodes tokens that are bytes of UTF-8; `spelled` returns a token's bytes, None for an id without a token."""
 
     def __init__(self, spelled: Callable[[int], bytes | None]) -> None:
         self._spelled = spelled
@@ -224,7 +222,7 @@ class ByteSpelling:
 
 @dataclass(slots=True)
 class _ByteRun:
-    """Byte-fallback tokens in a row. All of them are one text if they are UTF-8 together, else each is U+FFFD."""
+    """Consecutive byte-fallback tokens. If together they are valid UTF-8 they are its text, else each is U+FFFD."""
 
     utf8: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")())
     ordinals: list[int] = field(default_factory=list)
@@ -237,12 +235,12 @@ class _ByteRun:
 
 
 class WordSpelling:
-    """Tokens are text or single bytes; bytes in a row are decoded together, as the tokenizer's decoder does."""
+    """Decodes tokens that are text or single bytes; consecutive bytes are decoded together."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, words: Words, lead: int) -> None:
         self._tokenizer = tokenizer
         self._words = words
-        self._lead = lead  # blanks that may still be dropped from the text's start
+        self._lead = lead  # leading blanks that may still be removed
         self._run = _ByteRun()
 
     def feed(self, token_id: int, ordinal: int) -> list[Piece]:
@@ -266,7 +264,7 @@ class WordSpelling:
         return self._spoiled() if run.broken else []
 
     def _spoiled(self) -> list[Piece]:
-        """The run is not UTF-8 and never will be: its bytes so far are replacement characters, each one."""
+        """The run is invalid UTF-8: each of its bytes so far becomes a replacement character."""
         self._lead = 0
         pieces = [Piece(REPLACEMENT, ordinal) for ordinal in self._run.ordinals]
         self._run.ordinals.clear()
@@ -295,10 +293,10 @@ class WordSpelling:
 
 
 class WindowSpelling:
-    """Any other decoder: the new text is what a token adds to the text of the few tokens before it.
+    """Any other decoder: a token's text is the text that it adds to that of the few tokens before it.
 
-    Exact for decoders in which a token's text depends on its neighbours alone. While the text ends in U+FFFD a
-    character may be unfinished, and the window waits, for as many tokens as a character can have bytes.
+    Exact for decoders in which a token's text depends on adjacent tokens only. While the text ends in U+FFFD, a
+    character may be incomplete, and text is held back for up to four tokens, the most bytes of a character.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, after: Sequence[int]) -> None:
@@ -313,13 +311,13 @@ class WindowSpelling:
         self._waiting.append(token_id)
         self._last = ordinal
         text = self._text(self._shown + self._waiting)
-        unfinished = text.endswith(REPLACEMENT) and len(self._waiting) < 4
-        return [] if unfinished else self.close()
+        incomplete = text.endswith(REPLACEMENT) and len(self._waiting) < 4
+        return [] if incomplete else self.close()
 
     def _text(self, ids: list[int]) -> str:
         try:
             return self._tokenizer.decode(ids, skip_special_tokens=False)
-        except BaseException as error:  # a damaged decoder panics on some tokens, and a round must not fail for it
+        except BaseException as error:  # damaged decoders panic on some tokens, which must not fail a round
             if type(error).__name__ != "PanicException":
                 raise
             return "".join(self._tokenizer.id_to_token(i) or "" for i in ids)

@@ -1,10 +1,10 @@
 """The files of a tokenizer: tokenizer.json, tokenizer_config.json and special_tokens_map.json of a Hugging Face folder.
 
-This file decides which tokens are special, which have a name, and which file is used where they differ: tokenizer.json
-for how texts become ids, blanks and tokens around them included; tokenizer_config.json for names and chats. Its keys
-`add_bos_token`, `add_eos_token`, `add_prefix_space` and `legacy` repeat what tokenizer.json says, and are not read. The
-result agrees with transformers 5, except that some classes there build their own steps from the last two. Damage of any
-kind is a TokenizerError that names the file and the key.
+This file decides which tokens are special, which have a name, and which file is used if they differ: tokenizer.json for
+tokenization, including blanks and special tokens around a text; tokenizer_config.json for names and chat templates. Its
+keys `add_bos_token`, `add_eos_token`, `add_prefix_space` and `legacy` repeat tokenizer.json and are not read. The
+result agrees with transformers 5, except for some classes there that build their own steps from the last two keys.
+Damage of any kind is a TokenizerError that names the file and the key.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from forerun.errors import TokenizerError
 from forerun.fields import INT32, Fields, mistaken, read_fields, short
 from forerun.text.chat import ChatTemplate
 
-TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # what the first says counts
+TOKEN_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # the first has precedence
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
-MOST_IDS = 1 << 22  # several times what the largest vocabulary has
+MOST_IDS = 1 << 22  # several times the largest vocabulary
 AGAIN = "download or copy it again"
-GGUF_FILE = "gguf_file"  # in tokenizer_config.json: the file that such a folder stands for
-PROBLEM = "tokenizer.problem.txt"  # why a folder that stands for a file has no tokenizer.json
+GGUF_FILE = "gguf_file"  # key in tokenizer_config.json: the GGUF file of which the folder is the cache
+PROBLEM = "tokenizer.problem.txt"  # says why the cache of a GGUF file has no tokenizer.json
 
 
 def read_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """A folder's tokenizer, and its tokens with a name. Raises TokenizerError where a file is missing or damaged."""
+    """A folder's tokenizer, and its named tokens. Raises TokenizerError if a file is missing or damaged."""
     backend = read_backend(folder / "tokenizer.json")
     config, listed = (read_optional(folder / name) for name in TOKEN_FILES)
     declare_added_tokens(backend, config)
@@ -45,7 +45,7 @@ def read_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def template_of(folder: Path) -> ChatTemplate:
-    """The chat templates of a folder, which are read when they are needed."""
+    """The chat templates of a folder, which are read at first use."""
     values = read_optional(folder / TOKEN_FILES[0]).values
     return ChatTemplate.load(folder, values.get("chat_template"), values.get(GGUF_FILE))
 
@@ -65,8 +65,8 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
             raise TokenizerError(f"{path} {what}")
         with damage_as_errors(str(path)):
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-            ids = backend.encode("a b é\n").ids  # a post-processor may name tokens that it does not describe
-            for count in range(min(len(ids), 8)):  # a decoder may fail on texts of some tokens
+            ids = backend.encode("a b é\n").ids  # raises if a post-processor names tokens that it does not describe
+            for count in range(min(len(ids), 8)):  # raises if the decoder fails on some tokens
                 backend.decode(ids[:count], skip_special_tokens=False)
                 backend.decode(ids[count : count + 1], skip_special_tokens=False)
     except OSError as error:
@@ -75,34 +75,34 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(f"{path} is damaged ({short(error)}): {AGAIN}") from error
     largest = max(backend.get_vocab().values(), default=0)
     if largest > MOST_IDS:
-        raise TokenizerError(f"{path} is damaged (vocab has the id {largest}, and no vocabulary is so large): {AGAIN}")
+        raise TokenizerError(f"{path} is damaged (its largest id, {largest}, exceeds {MOST_IDS}): {AGAIN}")
     return backend
 
 
 @contextmanager
 def damage_as_errors(origin: str) -> Iterator[None]:
-    """Within it what the tokenizers library raises of damage is a TokenizerError: panics, and plain Exceptions."""
+    """Turns errors of the tokenizers library about damaged files into TokenizerErrors: panics and plain Exceptions."""
     try:
         yield
     except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":  # which cannot be imported
+        if type(error) is not Exception and type(error).__name__ != "PanicException":  # a class without a module
             raise
         raise TokenizerError(f"{origin} is damaged ({short(error)}): {AGAIN}") from error
 
 
 def read_optional(path: Path) -> Fields:
-    """The object in a file that may be missing."""
+    """The JSON object in a file; an empty one if the file is missing."""
     return read_fields(path, TokenizerError, TokenizerError) if path.exists() else Fields(path, {}, TokenizerError)
 
 
 def token_text(fields: Fields, key: str) -> str | None:
-    """The text of the token under a key; files write it plainly or as a description."""
+    """The text of the token under a key, which is a string or an object."""
     value = fields.values.get(key)
     return content_of(fields, key, value) if value else None
 
 
 def token_texts(fields: Fields, key: str) -> list[str]:
-    """The texts of the tokens under a key, in a list or by name."""
+    """The texts of the tokens under a key, which has a list or an object of tokens."""
     value = fields.values.get(key) or []
     if not isinstance(value, list | dict):
         raise fields.refuse(key, f"it must be a list of tokens: {AGAIN}")
@@ -110,7 +110,7 @@ def token_texts(fields: Fields, key: str) -> list[str]:
 
 
 def content_of(fields: Fields, key: str, token: Any) -> str:
-    """A token's text."""
+    """The text of a token, which is a string or an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):
         raise fields.refuse(key, f"a token must be text, or an object with its text under content: {AGAIN}")
@@ -118,7 +118,7 @@ def content_of(fields: Fields, key: str, token: Any) -> str:
 
 
 def bos_of_model(backend: tokenizers.Tokenizer, folder: Path) -> dict[str, str]:
-    """The BOS token by config.json's id, for folders whose tokenizer does not name one."""
+    """The BOS token from the id in config.json, for folders whose tokenizer does not name one."""
     bos_id = read_optional(folder / "config.json").values.get("bos_token_id")
     if not isinstance(bos_id, int) or not 0 <= bos_id <= INT32:
         return {}
@@ -127,12 +127,12 @@ def bos_of_model(backend: tokenizers.Tokenizer, folder: Path) -> dict[str, str]:
 
 
 def declare_added_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:
-    """Adds the tokens that tokenizer_config.json declares and tokenizer.json lacks, under the ids it declares."""
+    """Add the tokens that tokenizer_config.json declares and tokenizer.json lacks, with the declared ids."""
     key = "added_tokens_decoder"
     present = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
     declared = config.inside(key)
     if not all(name.isdecimal() and len(name) < 10 for name in declared.values):
-        raise config.refuse(key, f"it must give tokens by their ids: {AGAIN}")
+        raise config.refuse(key, f"it must be an object of tokens by id: {AGAIN}")
     for name in sorted(declared.values, key=int):
         token_id, description = int(name), declared.inside(name)
         content = content_of(declared, name, description.values)
@@ -149,7 +149,7 @@ def declare_added_tokens(backend: tokenizers.Tokenizer, config: Fields) -> None:
 
 
 def mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
-    """Named tokens are special even where tokenizer.json forgot to say so; tokens it lacks stay out."""
+    """Mark these tokens as special, which tokenizer.json may have forgotten; tokens that it lacks are not added."""
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     known = [text for text in texts if text not in special and backend.token_to_id(text) is not None]
     backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in known])

@@ -1,7 +1,7 @@
-"""Renderer: chat templates rendered in other processes, which end when they take more than a conversation needs.
+"""Renderer: renders chat templates in other processes, with limits of time and memory.
 
-This file decides how much time a template may take, how many processes wait for the next conversation, and that nothing
-of one is left behind when it ends. `text/sandbox.py` is what runs in them.
+This file decides how much time a template may take, and how many idle processes wait for the next conversation.
+`text/sandbox.py` is the program that runs in them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 from forerun.errors import ChatTemplateError
 
-LIMIT_S = 0.5  # of processor time that any template may take: 30 times what compiling a long one takes
-LIMIT_S_PER_CHARACTER = 1.5e-6  # of the request, in addition: four times what messages of one letter take
-PATIENCE = 10.0  # times the limit that may pass by the clock, on a busy machine or a system without the other limit
+LIMIT_S = 0.5  # of processor time for any template: 30 times what compiling a long one takes
+LIMIT_S_PER_CHARACTER = 1.5e-6  # in addition, per character of the request: four times what one-letter messages take
+PATIENCE = 10.0  # limit of elapsed time, as a multiple: for busy machines and systems without limits of processor time
 MOST_IDLE = 2
 LONGEST_ANSWER = 1 << 27  # bytes: MOST_TEXT characters, each escaped
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from forerun.text.sandbox import main; main()"
@@ -32,16 +32,17 @@ PROGRAM = "import sys; sys.path += sys.argv[1:]; from forerun.text.sandbox impor
 
 @cache
 def command() -> list[str]:
-    """How the program starts: without the startup of an installation, and with the folders of what it imports."""
+    """The command that starts the program, with the folders of its imports; site-packages are not searched."""
     origins = [spec.origin for name in ("forerun", "jinja2", "markupsafe") if (spec := find_spec(name)) is not None]
     folders = [str(Path(origin).absolute().parents[1]) for origin in origins if origin is not None]
     return [sys.executable, "-I", "-S", "-c", PROGRAM, *dict.fromkeys(folders)]
 
 
 class Worker:
-    """One process that renders, for one thread at a time.
+    """One process that renders templates, for one thread at a time.
 
-    It ends when its input does, so it does not outlive this process. Ctrl-C does not reach it, being in another group.
+    It ends when its input ends, so it does not outlive this process. Ctrl-C does not reach it, because it is in another
+    process group.
     """
 
     def __init__(self) -> None:
@@ -52,37 +53,37 @@ class Worker:
         self.requests, self.answers = self.process.stdin, self.process.stdout
 
     def ask(self, request: bytes, patience_s: float) -> bytes | None:
-        """The answer to a request; None where the process ended without one, or was ended after so many seconds."""
+        """The answer to a request; None if the process ended without one, or was killed after `patience_s`."""
         timer, start_s = Timer(patience_s, self.process.kill), time.monotonic()
         timer.start()
         try:
             self.requests.write(request)
             self.requests.flush()
             answer = self.answers.readline(LONGEST_ANSWER)
-        except OSError:  # it no longer reads
+        except OSError:  # the process has ended
             return None
         finally:
             timer.cancel()
             timer.join()
-        late = time.monotonic() - start_s >= patience_s  # then it may have been killed behind its answer
+        late = time.monotonic() - start_s >= patience_s  # then it may have been killed after its answer
         return answer if answer.endswith(b"\n") and not late else None
 
     def end(self) -> None:
-        """End the process and leave nothing of it."""
+        """Kill the process and close its pipes."""
         self.process.kill()
         self.process.communicate()
 
 
 class Renderer:
-    """Processes that render: one for each conversation under way, and a few that wait for the next."""
+    """The processes that render: one for each conversation being rendered, and a few idle ones."""
 
     def __init__(self) -> None:
         self.idle: LifoQueue[Worker] = LifoQueue(MOST_IDLE)
 
     def answer(self, template: str, values: Mapping[str, Any] | None) -> tuple[str, str] | None:
-        """What `Sandbox.answer` says; None where that takes too much time or memory.
+        """The result of `Sandbox.answer`; None if it needs too much time or memory.
 
-        Raises ChatTemplateError where no process can be started.
+        Raises ChatTemplateError if no process can be started.
         """
         request = json.dumps([template, values], ensure_ascii=False)
         limit_s = LIMIT_S + LIMIT_S_PER_CHARACTER * len(request)
@@ -97,7 +98,7 @@ class Renderer:
         return outcome, text
 
     def take(self) -> Worker:
-        """A process that nobody else uses."""
+        """An idle process, or a new one."""
         while True:
             try:
                 worker = self.idle.get_nowait()
@@ -112,7 +113,7 @@ class Renderer:
             raise ChatTemplateError(f"the process that renders chat templates does not start ({error})") from error
 
     def put_back(self, worker: Worker, usable: bool) -> None:
-        """Keep a process for later, or end it where it is not usable or enough of them wait."""
+        """Return a process to the idle ones; end it if it is not usable or there are enough."""
         try:
             if not usable:
                 raise Full
@@ -121,13 +122,13 @@ class Renderer:
             worker.end()
 
     def close(self) -> None:
-        """End the processes that wait."""
+        """End the idle processes."""
         while not self.idle.empty():
             self.idle.get_nowait().end()
 
     def forget(self) -> None:
-        """Leave the processes to this one's parent: a fork has copies of the pipes, but no say over the children."""
-        for worker in self.idle.queue:  # the lock of the queue may be held by a thread that the fork does not have
+        """After a fork: close the copies of the pipes and drop the processes, which belong to the parent."""
+        for worker in self.idle.queue:  # without its lock, which a thread that this fork lacks may hold
             worker.requests.close()
             worker.answers.close()
             worker.process.returncode = 0

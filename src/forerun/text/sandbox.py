@@ -1,9 +1,9 @@
-"""Sandbox: the program that renders chat templates, and the Jinja environment that it renders them in.
+"""Sandbox: the program that renders chat templates, and the Jinja environment in which it renders them.
 
 A chat template is a program from an untrusted source. Jinja's immutable sandbox gives it access to its own values only,
-but one expression can compute for longer than the universe lasts without returning to Python. So this file runs in a
-process of its own, with a limit of processor time and of memory that the system enforces; `text/renderer.py` starts it.
-It imports nothing but the standard library and jinja2, so that a process starts fast and stays small.
+but a single expression can run for hours without returning to Python code. So this file runs in a process of its own,
+with limits of processor time and memory that the system enforces; `text/renderer.py` starts it. It imports only the
+standard library and jinja2, so that the process starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MOST_TEXT = 1 << 24  # characters of a prompt: several times what the longest context holds
-MOST_MEMORY = 1 << 30  # bytes of this process; a prompt of MOST_TEXT characters that are no ASCII needs half of it
-MOST_COMPILED = 16  # templates that are kept
-MOST_WORDS = 1000  # characters of an error
+MOST_MEMORY = 1 << 30  # bytes of this process; a prompt of MOST_TEXT non-ASCII characters needs half of it
+MOST_COMPILED = 16  # compiled templates in the cache
+MOST_WORDS = 1000  # characters of an error message
 
 
 class Refused(jinja2.TemplateError):
-    """The template called raise_exception: it does not take this conversation."""
+    """The template called raise_exception, by which it refuses a conversation."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -44,10 +44,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.compiled = lru_cache(MOST_COMPILED)(self.from_string)
 
     def answer(self, source: str, values: dict[str, Any] | None) -> tuple[str, str]:
-        """What becomes of a template with these values, or of compiling it where there are none: a word and a text.
+        """Render a template, or only compile it if `values` is None; returns a word and a text.
 
-        The word is "text" for a prompt, "refused" for what the template says against the conversation, and otherwise
-        the end of a sentence that begins with the template. Raises MemoryError alone.
+        ("text", prompt) on success, ("refused", message) if the template refuses the conversation, and otherwise
+        ("does not parse" or "fails", the error). Raises nothing but MemoryError.
         """
         verb = "does not parse"
         try:
@@ -58,30 +58,30 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise
         except Refused as error:
             return "refused", str(error)[:MOST_WORDS]
-        except Exception as error:  # a template, and jinja's compiler at its mercy, can raise any
+        except Exception as error:  # a template, and jinja's compiler of it, can raise any error
             return verb, words_of(error)[:MOST_WORDS]
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks the model's own words, for training; for a prompt it is its content."""
+    """The block `{% generation %}`, which marks the model's own text for training; a prompt gets its content."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares a plain set)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The content, whose variables end with it."""
+        """The block's content, as a scope of variables."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 class Dicts:
-    """The `dict` of templates: it makes dicts, and has nothing of the type."""
+    """The `dict` of templates: makes dicts, without giving access to the type."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        """A dict, from what `dict` takes."""
+        """A dict from the arguments of `dict`."""
         return dict(*args, **values)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A dict of keys with one value."""
+        """A dict of these keys with one value."""
         return dict.fromkeys(*args)
 
 
@@ -112,41 +112,41 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja's own filter escapes HTML, which models were not trained on."""
+    """Plain JSON; jinja's own filter escapes HTML, unlike the prompts that models were trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def today(form: Any) -> str:
-    """The date and time, as strftime writes them; a template may give it anything."""
+    """The current date and time in a strftime format; a template may pass any value."""
     return datetime.now().strftime(form)
 
 
 def refuse(message: object) -> NoReturn:
-    """raise_exception, by which a template says that it does not take a conversation."""
+    """The template function raise_exception, which refuses a conversation."""
     raise Refused(str(message))
 
 
 def rendered(template: jinja2.Template, values: dict[str, Any]) -> str:
-    """The text of a template. Raises TemplateError where it is longer than MOST_TEXT, before all of it is written."""
+    """The text of a template. Raises TemplateError as soon as the text exceeds MOST_TEXT characters."""
     pieces, length = [], 0
     for piece in template.generate(values):
         pieces.append(piece)
         length += len(piece)
         if length > MOST_TEXT:
-            raise jinja2.TemplateError(f"it writes more than {MOST_TEXT} letters")
+            raise jinja2.TemplateError(f"it writes more than {MOST_TEXT} characters")
     return "".join(pieces)
 
 
 def words_of(error: Exception) -> str:
-    """An error by its text, or by its kind where it has none or none that says it."""
+    """The message of a template's error; for other errors the type and the message."""
     if isinstance(error, jinja2.TemplateError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def limit_memory() -> None:
-    """Bound this process's memory, and let it leave no image of it when it crashes, where the system can do that."""
-    with suppress(ImportError, OSError, ValueError):  # a lower limit that is there already stays
+    """Limit this process's memory, and switch off core dumps, if the system supports it."""
+    with suppress(ImportError, OSError, ValueError):  # a lower limit may be in force already
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -154,19 +154,19 @@ def limit_memory() -> None:
 
 
 def limit_time(limit_s: float) -> None:
-    """Have the system end this process once it has computed for so long; 0 takes the limit back.
+    """Have the system end this process after `limit_s` seconds of processor time; 0 removes the limit.
 
-    The system does it, not a handler in Python, which would wait for the expression to end.
+    A signal handler in Python would run only after the current expression has ended.
     """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
 def respond(sandbox: Sandbox) -> bool:
-    """Read a request, a line of JSON, and write its answer, another; False where there are no more.
+    """Read a request and write its answer, each a line of JSON; False at the end of the input.
 
-    A request is the seconds of processor time that it may take, and what `Sandbox.answer` takes; its answer is what
-    that gives. A process that has run out of time or memory ends without one. Nothing of a request is kept.
+    A request is the limit of processor time in seconds and the arguments of `Sandbox.answer`; the answer is its result.
+    A process that exceeds the limit of time or memory ends without an answer. No data of a request is kept.
     """
     line = sys.stdin.buffer.readline()
     if not line:
@@ -181,11 +181,11 @@ def respond(sandbox: Sandbox) -> bool:
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent: when that ends, so does the input here
+    """Answer requests until the input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # these are for the parent, whose end closes the input
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may have it ignored or blocked
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may ignore or block it
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
     limit_memory()
     sandbox = Sandbox()

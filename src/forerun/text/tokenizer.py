@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint: text to ids, ids to text, and a conversation to its prompt.
 
-It agrees with transformers on ids, special tokens and the token put in front of a text, and has the methods of
-transformers' tokenizers that scripts use most, with the same names and defaults.
+It gives the same ids and special tokens as transformers, and has the most used methods of transformers' tokenizers,
+with the same names and defaults.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ from forerun.text.detokenize import ByteTable, IncrementalDecoder, byte_table, s
 from forerun.text.files import damage_as_errors, read_tokenizer, template_of
 
 _CONTEXT_TOKENS = 4
-LONG_TEXT = 1 << 12  # characters, which take some milliseconds
-CHARACTERS_PER_TOKEN = 8  # texts have fewer; few that fit their context are cut into tokens twice
+LONG_TEXT = 1 << 12  # characters; tokenizing more takes milliseconds
+CHARACTERS_PER_TOKEN = 8  # more than texts usually have, so that few texts that fit the context are tokenized twice
 
 
 class Encoding(dict[str, Any]):
-    """What a call of a tokenizer gives: `input_ids`, also as an attribute."""
+    """The result of calling a tokenizer: `input_ids`, also as an attribute."""
 
     @property
     def input_ids(self) -> Any:
-        """A list of ids, or of such lists."""
+        """A list of ids, or a list of such lists."""
         return self["input_ids"]
 
 
 class Tokenizer:
-    """Text to token ids and back, as the checkpoint's own tokenizer does it.
-
-    Ids that the vocabulary does not have (a model's padding rows) decode to nothing.
-    """
+    """The checkpoint's tokenizer. Ids that the vocabulary lacks (a model's padding ids) decode to empty text."""
 
     def __init__(
         self,
@@ -65,12 +62,12 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def __reduce__(self) -> Any:
-        """What a copy in another process is made of."""
+        """Pickling, for copies in other processes."""
         return partial(Tokenizer, named=self._named, template=self._template), (self._backend,)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a Hugging Face folder. Raises TokenizerError where a file is missing or damaged."""
+        """The tokenizer of a Hugging Face folder. Raises TokenizerError if a file is missing or damaged."""
         backend, named = read_tokenizer(Path(folder))
         return cls(backend, named=named, template=template_of(Path(folder)))
 
@@ -80,11 +77,11 @@ class Tokenizer:
         return dict(self._named)
 
     def __len__(self) -> int:
-        """Tokens in the vocabulary, added ones too."""
+        """Number of tokens in the vocabulary, added tokens included."""
         return self.vocab_size
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoding:
-        """The ids of a text, or of each of several, under `input_ids`."""
+        """The ids of a text, or of each text of a list, as `input_ids`."""
         ids = (
             self.encode(text, add_special_tokens)
             if isinstance(text, str)
@@ -93,11 +90,11 @@ class Tokenizer:
         return Encoding(input_ids=ids)
 
     def get_vocab(self) -> dict[str, int]:
-        """The id of every token, by how the vocabulary writes it."""
+        """The id of every token, by its spelling in the vocabulary."""
         return self._backend.get_vocab()
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """The id of a token that is written as the vocabulary writes it; None where there is none."""
+        """The id of a token, given in the spelling of the vocabulary; None if it does not exist."""
         return self._backend.token_to_id(token)
 
     def __repr__(self) -> str:
@@ -105,18 +102,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens in the vocabulary, added ones too."""
+        """Number of tokens in the vocabulary, added tokens included."""
         return self._backend.get_vocab_size()
 
     @cached_property
     def num_ids(self) -> int:
-        """One more than the highest id; a vocabulary may have gaps."""
+        """The highest id plus one; may exceed `vocab_size`, since ids may have gaps."""
         return max(self._backend.get_vocab().values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens that tokenizer.json's post-processor puts around it.
+        """The ids of a text, with the special tokens that tokenizer.json's post-processor adds.
 
-        A text without any token becomes the BOS token alone, for a model has to start from something.
+        A text without tokens becomes the BOS token, since a model needs at least one token.
         """
         try:
             with damage_as_errors("tokenizer.json"):
@@ -128,18 +125,18 @@ class Tokenizer:
         return list(ids)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """What the backend makes of a text: of a long one in a batch, beside which other threads go on."""
+        """The backend's encoding of a text. A long one is encoded as a batch, which lets other threads run."""
         if isinstance(text, str) and len(text) > LONG_TEXT:
-            with suppress(TypeError):  # of which the error below says more
+            with suppress(TypeError):  # the call below raises a better error
                 return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_within(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
-        """What `encode` gives, for a text that should have fewer than `limit` tokens.
+        """`encode` for a text that should have fewer than `limit` tokens.
 
-        A megabyte takes 1.5 s and hundreds of MB, so a long text is cut by its beginning first, twice as much each
-        time. Raises PromptTooLong where a beginning has half as many again as the limit: what follows may join its
-        last tokens to longer ones, but never so many.
+        A megabyte takes 1.5 s and hundreds of MB, so of a long text a prefix is encoded first, then one of twice its
+        length, and so on. Raises PromptTooLong if a prefix has more than 1.5 times `limit` tokens: the rest of the text
+        may merge its last tokens with others, but not that many.
         """
         size = CHARACTERS_PER_TOKEN * limit
         while size < len(text):
@@ -154,9 +151,9 @@ class Tokenizer:
         return self.encode(text, add_special_tokens)
 
     def encoder(self, *, inside: bool) -> Callable[[str], list[int]]:
-        """An encoder of text as text: it neither adds special tokens nor finds any, whatever the text spells.
+        """An encoder that neither adds special tokens nor recognises them in the text.
 
-        `inside` is for text behind other text: no blank is put in front of it, as some tokenizers do at the start.
+        `inside` is for text that follows other text: it gets no leading blank, which some tokenizers add at the start.
         """
         state = json.loads(self._backend.to_str())
         if inside:
@@ -167,22 +164,22 @@ class Tokenizer:
 
     @cached_property
     def encode_inside(self) -> Callable[[str], list[int]]:
-        """The ids of text that stands behind other text, as `encoder` gives them."""
+        """The ids of text that follows other text, without special tokens."""
         return self.encoder(inside=True)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """The ids of a word inside other text, without a blank in front and with one."""
+        """The ids of a word inside other text, without and with a blank before it."""
         bare = word.lstrip() or word
         return [tuple(self.encode_inside(text)) for text in (bare, f" {bare}")]
 
     def byte_table(self) -> ByteTable | None:
-        """What each id adds to a text, special tokens included; None for a decoder that does not join bytes."""
+        """The bytes that each id adds to a text, special tokens included; None for decoders that do not join bytes."""
         return byte_table(self._backend)
 
     def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of the ids, taken together; bytes that are no UTF-8 become U+FFFD.
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD.
 
-        Ids may be numpy's or torch's, and one alone will do. Raises InvalidRequest for what is no id.
+        Takes one id or several, also of numpy or torch. Raises InvalidRequest for anything that is not an id.
         """
         try:
             numbers = map(operator.index, ids) if isinstance(ids, Iterable) else [operator.index(ids)]
@@ -197,11 +194,11 @@ class Tokenizer:
     def decoder(
         self, skip_special_tokens: bool = True, after: Sequence[int] = (), shown: Collection[int] = ()
     ) -> IncrementalDecoder:
-        """A fresh decoder of ids that follow `after` (a prompt; nothing of it is shown).
+        """A new decoder of ids that follow the ids `after` (a prompt), whose text it does not return.
 
-        `skip_special_tokens` leaves out all special tokens but those that are to be `shown`. With `after` empty the
-        text is that of `decode`. Otherwise it is what `decode` adds to the text of `after`, whose last character is
-        taken as finished: "Once upon" goes on with " a", space included.
+        `skip_special_tokens` leaves out all special tokens except those in `shown`. The text is what `decode` of all
+        ids adds to the text of `after`, whose last character is assumed to be complete: "Once upon" continues with
+        " a", blank included.
         """
         hidden = self.special_ids.difference(shown) if skip_special_tokens else frozenset()
         before: list[int] = []
@@ -213,11 +210,11 @@ class Tokenizer:
         return IncrementalDecoder(self._spelling(before), hidden, self.special_ids)
 
     def surface(self, token_id: int) -> str | None:
-        """The token as the vocabulary writes it; None for an id that the vocabulary does not have."""
+        """The spelling of a token in the vocabulary; None for an id that the vocabulary lacks."""
         return self._backend.id_to_token(token_id)
 
     def fingerprint(self) -> str:
-        """A hash of which id means which token: equal for tokenizers whose ids can be exchanged."""
+        """A hash of the vocabulary: equal for tokenizers in which every id is the same token."""
         digest = hashlib.sha256()
         by_id = sorted((token_id, token) for token, token_id in self._backend.get_vocab().items())
         for token_id, token in by_id:
@@ -237,12 +234,12 @@ class Tokenizer:
     def apply_chat_template(
         self, conversation: object, tools: object = None, *, tokenize: bool = True, **options: Any
     ) -> str | list[int]:
-        """A list of messages as the model was trained to read them: token ids, or text with `tokenize=False`.
+        """Render a list of messages with the chat template: token ids, or text with `tokenize=False`.
 
-        `add_generation_prompt=True` begins the model's answer, `continue_final_message=True` leaves the last message
-        open to be continued; all other options (`documents`, `enable_thinking`, ...) are given to the template, and
-        `chat_template` takes the place of the checkpoint's own. Raises TokenizerError where the checkpoint has no
-        template or a broken one, InvalidRequest where it is no conversation or the template refuses it.
+        `add_generation_prompt=True` starts the model's answer, `continue_final_message=True` leaves the last message
+        open to be continued, and `chat_template` replaces the checkpoint's own; all other options (`documents`,
+        `enable_thinking`, ...) are passed to the template. Raises TokenizerError if there is no template or it is
+        broken, InvalidRequest if the messages are invalid or the template refuses them.
         """
         text = self.template(options.pop("chat_template", None)).render(
             conversation, tokens=self._named, tools=tools, **options
@@ -250,7 +247,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def template(self, own: object = None) -> ChatTemplate:
-        """The checkpoint's chat template, or `own` in its place."""
+        """The checkpoint's chat template, or `own` instead, if given."""
         return self._template if own is None else ChatTemplate(own, "chat_template")
 
     def _id_of(self, token: str | None) -> int | None:
@@ -258,7 +255,7 @@ class Tokenizer:
 
 
 def _without_lead(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts nothing in front of a text."""
+    """A normalizer or pre-tokenizer, changed so that it adds nothing before a text."""
     if step is None or step["type"] == "Prepend":
         return None
     never: dict[str, dict[str, Any]] = {
