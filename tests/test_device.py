@@ -14,7 +14,7 @@ from forerun.device import (
     PackedTables,
     Placement,
     running_sum,
-    say_untested,
+    warn_untested,
     softmax,
     upload,
     upload_arrays,
@@ -45,7 +45,7 @@ def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pyt
 def test_devices_that_nobody_has_tested_are_accepted_and_said_to_be_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say_untested.cache_clear()
+    warn_untested.cache_clear()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert Placement.of("mps") == Placement.of("mps:0") == Placement(torch.device("mps", 0), fixed=True)
     monkeypatch.setattr(torch.version, "hip", "6.4")
@@ -55,7 +55,7 @@ def test_devices_that_nobody_has_tested_are_accepted_and_said_to_be_so(
     assert Placement.of("rocm:1", one_gemm=True) == Placement.of("hip:1", one_gemm=True) == amd
     said = [record.getMessage() for record in caplog.records]
     assert [line.split(":")[0] for line in said] == ["device mps", "device rocm", "device hip"]
-    assert all("nobody has tested" in line for line in said)
+    assert all("was not tested on such devices" in line for line in said)
 
 
 def test_torch_devices_are_devices_and_none_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

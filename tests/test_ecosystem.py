@@ -112,7 +112,7 @@ def test_what_asks_for_something_else_is_refused_before_anything_is_loaded(
     ],
 )
 def test_a_wrong_keyword_is_told_the_right_one(wrong: str, right: str | None) -> None:
-    hint = rf": did you mean '{right}'\?" if right else r"; help\(\) lists what it has"
+    hint = rf": did you mean '{right}'\?" if right else r"; help\(\) lists its keywords"
     with pytest.raises(TypeError, match=rf"LLM\(\) has no keyword '{wrong}'{hint}") as refused:
         LLM(str(TARGET), **{wrong: 64})  # type: ignore[arg-type]
     assert isinstance(refused.value, ForerunError)

@@ -86,7 +86,7 @@ def test_hyphens_are_as_good_as_underscores_and_repeatable_options_take_a_text(t
     ("content", "said"),
     [
         ('modle = "x"', "there is no option 'modle': did you mean 'model'?"),
-        ("qwertz = 1", "there is no option 'qwertz': use some of"),
+        ("qwertz = 1", "there is no option 'qwertz': the options are"),
         ("model = [1]", "model is [1]: it must be a text, a number or true"),
         ("[draft]\nname = 'x'", "draft is {'name': 'x'}"),
         ("model = ", "is not TOML"),

@@ -44,12 +44,12 @@ class AsyncLLM:
         self.llm = llm
         self.bell: Inbox = queue.SimpleQueue()  # gets None when there is work
         self.closing = False
-        self.outboxes: dict[int, Outbox] = {}  # by the first of their requests
-        self.news: deque[tuple[Outbox, Delta | BaseException]] = deque()  # that is still to be sent
-        self.end: BaseException | None = None  # why nothing joins any more
+        self.outboxes: dict[int, Outbox] = {}  # by the id of their first request
+        self.unsent: deque[tuple[Outbox, Delta | BaseException]] = deque()
+        self.end: BaseException | None = None  # why no further requests are accepted
         self.gate = threading.Lock()
         self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
-        end_idle_threads()  # this one's, which may have loaded the model
+        end_idle_threads()  # of this thread, if it has loaded the model
         self.thread.start()
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class AsyncLLM:
         tenant: str = "",
         **words: object,
     ) -> RequestOutput:
-        """One request's answer, once all its samples are finished."""
+        """One request's answer, when all its samples are finished."""
         check_words(words, AsyncLLM.generate, REQUEST_WORDS)
         answers = self.llm.ask([Request.of(prompt, sampling_params, speculation, tenant)])
         async for delta in self.follow(answers.sequences):
@@ -143,17 +143,17 @@ class AsyncLLM:
             if self.end is not None:
                 raise EngineClosed("this AsyncLLM has shut down; create a new one.") from self.end
             self.outboxes[key] = outbox
-            self.llm.driver.submit(sequences, lambda delta: self.news.append((outbox, delta)))
+            self.llm.driver.submit(sequences, lambda delta: self.unsent.append((outbox, delta)))
         self.bell.put(None)
         try:
             while reader.num_open:
-                news = await outbox.news.get()
-                if isinstance(news, BaseException):
-                    raise news
-                if reader.accepts(news):
-                    yield news
+                item = await outbox.queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if reader.accepts(item):
+                    yield item
         finally:
-            self.part(key)
+            self.remove(key)
 
     def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
         """Raise an error to the reader of these sequences, which cancels them."""
@@ -161,7 +161,7 @@ class AsyncLLM:
         if outbox is not None:
             self.send([(outbox, error)])
 
-    def part(self, key: int) -> None:
+    def remove(self, key: int) -> None:
         """Cancel the unfinished requests of an outbox, and remove it."""
         outbox = self.outboxes.pop(key, None)
         if outbox is not None:
@@ -178,31 +178,31 @@ class AsyncLLM:
         """Run rounds while the engine has work, and wait otherwise."""
         driver = self.llm.driver
         while not self.closing:
-            if not (driver.jobs or driver.engine.has_work or self.news):  # in this order: news come before work ends
+            if not (driver.jobs or driver.engine.has_work or self.unsent):  # `unsent` last: it is filled by the others
                 self.bell.get()
             elif not driver.drive():
                 driver.wait(self.bell)
-            self.send([self.news.popleft() for _ in range(len(self.news))])
+            self.send([self.unsent.popleft() for _ in range(len(self.unsent))])
 
-    def send(self, news: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
-        """Put deltas into their outboxes, in the event loops of these; a request whose loop is closed is cancelled."""
+    def send(self, items: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
+        """Put deltas and errors into their outboxes, in their event loops. Requests of closed loops are cancelled."""
         by_loop = defaultdict(list)
-        for outbox, each in news:
-            by_loop[outbox.loop].append((outbox, each))
-        for loop, theirs in by_loop.items():
+        for outbox, item in items:
+            by_loop[outbox.loop].append((outbox, item))
+        for loop, items_of_loop in by_loop.items():
             try:
-                loop.call_soon_threadsafe(take_all, theirs)
+                loop.call_soon_threadsafe(receive_all, items_of_loop)
             except RuntimeError:
-                for outbox, _ in theirs:
-                    self.part(outbox.key)
+                for outbox, _ in items_of_loop:
+                    self.remove(outbox.key)
 
     def shut(self, end: BaseException) -> None:
-        """Refuse further requests and tell running ones the reason, before anything that may raise."""
+        """Refuse further requests and raise the reason to running ones, before anything else that may raise."""
         with self.gate:
             self.end, outboxes = end, dict(self.outboxes)
-        self.send([*self.news, *((outbox, end) for outbox in outboxes.values())])
+        self.send([*self.unsent, *((outbox, end) for outbox in outboxes.values())])
         for key in outboxes:
-            self.part(key)
+            self.remove(key)
         self.llm.driver.drive(rounds=False)
 
 
@@ -210,7 +210,7 @@ class DeltaQueue(asyncio.Queue[Delta | BaseException]):
     """The pending deltas of one reader in an event loop. Reading yields to other tasks even if deltas are pending."""
 
     async def get(self) -> Delta | BaseException:
-        """The next delta, when there is one."""
+        """Wait for the next delta or error."""
         if not self.empty():
             await asyncio.sleep(0)
         return await super().get()
@@ -221,21 +221,21 @@ class Outbox:
     """The destination of some requests' deltas: a queue of the event loop that reads them."""
 
     loop: asyncio.AbstractEventLoop
-    news: DeltaQueue
-    key: int  # the first of its requests
+    queue: DeltaQueue
+    key: int  # the id of the first request
     request_ids: frozenset[int]
     on_finish: Callable[[], None]
-    finished: set[int] = field(default_factory=set)  # sequences
+    finished: set[int] = field(default_factory=set)  # ids of sequences
 
-    def take(self, news: Delta | BaseException) -> None:
+    def receive(self, item: Delta | BaseException) -> None:
         """Receive a delta or an error, in the event loop."""
-        self.news.put_nowait(news)
-        if isinstance(news, Delta) and news.finish_reason is not None and news.seq_id not in self.finished:
-            self.finished.add(news.seq_id)  # after an interrupt the last delta may come twice
+        self.queue.put_nowait(item)
+        if isinstance(item, Delta) and item.finish_reason is not None and item.seq_id not in self.finished:
+            self.finished.add(item.seq_id)  # after an interrupt the last delta may come twice
             self.on_finish()
 
 
-def take_all(news: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
-    """Receive the deltas for outboxes of one event loop, in that loop."""
-    for outbox, each in news:
-        outbox.take(each)
+def receive_all(items: Seq[tuple[Outbox, Delta | BaseException]]) -> None:
+    """Receive items for outboxes of one event loop, in that loop."""
+    for outbox, item in items:
+        outbox.receive(item)

@@ -21,9 +21,9 @@ CPU_QUANTIZATIONS = QUANTIZATIONS[:2]
 KernelChoice = Literal["auto", "native", "torch"]
 KERNEL_CHOICES: tuple[KernelChoice, ...] = ("auto", "native", "torch")
 AUTO: Literal["auto"] = "auto"
-MOST_COUNT = 2**53  # of bytes, tokens or sequences: products with small sizes fit 64 bits, and doubles hold it
-MOST_THREADS = 1024  # of a process; with many more torch ends the program
-AUTO_DEPTH = 16  # guesses of a round at most where the depth is chosen
+MOST_COUNT = 2**53  # of bytes, tokens or sequences: exact in float64, and products with small sizes fit 64 bits
+MOST_THREADS = 1024  # of a process; torch crashes with many more
+AUTO_DEPTH = 16  # the maximum depth if the depth is chosen automatically
 DEFAULT_DEPTH = 4
 
 
@@ -37,17 +37,16 @@ def require_whole(name: str, value: object, least: int, most: int = MOST_COUNT) 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Speculation:
-    """How far one request is drafted: chains of `depth` tokens, or trees of at most `nodes` draft tokens if `width` >
-    1.
+    """How a request is drafted: chains of `depth` tokens or, if `width` > 1, trees of at most `nodes` draft tokens.
 
-    A depth of "auto", the default, drafts in each round as far as measured gain and cost justify, or not at all; with
-    `auto=True` a number is the maximum. Otherwise a number is the depth of every round.
+    With the depth "auto", the default, the engine chooses the depth of each round from measured gain and cost, down to
+    0; with `auto=True` a number is the maximum. Otherwise a number is the depth of every round.
 
-    The nodes of a tree are chosen in every round, by probability; with `tree` its shape is fixed, and depth, width and
-    nodes are those of that shape. `drafter` names a member of the engine's mix; None leaves the choice to the engine.
+    The nodes of a tree are chosen in every round, by probability; with `tree` its shape is fixed, and sets depth, width
+    and nodes. `drafter` names a member of the engine's mix; None leaves the choice to the engine.
 
-    `depth` and `width` are at most 256. More `nodes` than a tree of that depth and width can have mean all of them, and
-    None means `width` times the depth; a tree has at most 512 nodes. Raises InvalidRequest naming the field.
+    `depth` and `width` are at most 256. `nodes` may exceed the size of a tree of this depth and width; None means
+    `width` times the depth. A tree has at most 512 nodes. Raises InvalidRequest naming the field.
     """
 
     depth: int  # with `auto` the maximum
@@ -87,59 +86,59 @@ class Speculation:
 
     @property
     def shown_depth(self) -> int | str:
-        """The depth as a user gives it."""
+        """The depth as users write it."""
         return AUTO if self.auto else self.depth
 
     def nodes_within(self, depth: int) -> int:
-        """The greatest number of draft tokens of such a tree at `depth`."""
+        """The largest number of draft tokens of a tree with this `depth`."""
         if self.width == 1:
             return min(depth, depth if self.nodes is None else self.nodes)
-        asked = min(depth * self.width, MOST_NODES) if self.nodes is None else self.nodes
-        level, room = 1, 0
+        limit = min(depth * self.width, MOST_NODES) if self.nodes is None else self.nodes
+        level, full_tree = 1, 0
         for _ in range(depth):
             level *= self.width
-            room += level
-            if room >= asked:
-                return asked
-        return room
+            full_tree += level
+            if full_tree >= limit:
+                return limit
+        return full_tree
 
     def _take_shape(self, tree: object) -> None:
-        """Take depth, width and nodes from a static tree; values given by the user must agree."""
+        """Set depth, width and nodes to those of a static tree; values that the user has given must agree."""
         if not isinstance(tree, StaticTree):
             raise refusal("speculation.tree", tree, "use a StaticTree; StaticTree.load reads a file")
-        settled = {"depth": tree.depth, "width": tree.width, "nodes": len(tree.paths)}
-        unsaid = {"depth": DEFAULT_DEPTH, "width": 1, "nodes": None}
-        for name, value in settled.items():
-            if (beside := getattr(self, name)) not in (value, unsaid[name]):
-                raise InvalidRequest(f"speculation.{name}", f"{beside} is not the tree's, {value}: leave it out.")
+        of_tree = {"depth": tree.depth, "width": tree.width, "nodes": len(tree.paths)}
+        defaults = {"depth": DEFAULT_DEPTH, "width": 1, "nodes": None}
+        for name, value in of_tree.items():
+            if (current := getattr(self, name)) not in (value, defaults[name]):
+                raise InvalidRequest(f"speculation.{name}", f"{current} is not the tree's, {value}: leave it out.")
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, asked: bool | int | str | Speculation | None, default: Speculation) -> Speculation:
-        """A request's speculation: None or True is the default, False no drafting, k or "auto" a depth."""
-        if asked is None or asked is True:
+    def of(cls, option: bool | int | str | Speculation | None, default: Speculation) -> Speculation:
+        """A request's speculation: None or True is the default, False no drafting, a number or "auto" a depth."""
+        if option is None or option is True:
             return default
-        if isinstance(asked, Speculation):
-            return asked
-        if asked is False:
+        if isinstance(option, Speculation):
+            return option
+        if option is False:
             return cls(depth=0)
-        if not isinstance(asked, Integral):
-            if isinstance(asked, str) and asked == AUTO:
+        if not isinstance(option, Integral):
+            if isinstance(option, str) and option == AUTO:
                 return cls()
             words = ", ".join(map(shown, (True, False, AUTO)))
-            raise refusal("speculation", asked, f"use {words}, a depth, or a Speculation (in JSON an object)")
-        return cls(depth=asked)
+            raise refusal("speculation", option, f"use {words}, a depth, or a Speculation (in JSON an object)")
+        return cls(depth=option)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Options of batching and verification.
 
-    `max_num_seqs` is the batch size, `chunk_tokens` the greatest number of prompt tokens in one pass; "auto" adapts it
+    `max_num_seqs` is the batch size, `chunk_tokens` the largest number of prompt tokens in one pass; "auto" adapts it
     so that short prompts do not wait long for a pass. `verification` is "coupled" (the same seed gives the same tokens
     as plain decoding), or "token" or "block" (the same distribution, by rejection sampling; accepts more at high
-    temperatures). With `prefix_cache` common prefixes of a tenant's texts are read once, if memory allows; it changes
-    no answer.
+    temperatures). With `prefix_cache` common prefixes of a tenant's texts are prefilled once, if memory allows; answers
+    do not change.
     """
 
     max_num_seqs: int = 16

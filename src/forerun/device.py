@@ -1,8 +1,7 @@
 """Devices: where tensors live, how much memory is free there, and how host data gets there without waiting.
 
-This file decides what "auto" means and which devices are available. On a CPU all of this is trivial. On a GPU the host
-would wait for the device if it copied from ordinary memory or waited for a copy back, so copies use pinned memory and
-run asynchronously.
+This file decides what "auto" means and which devices are available. On a GPU, copies use pinned memory and run
+asynchronously, because the host would otherwise wait for the device.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from torch.nn.functional import pad
 from forerun.annotations import Float
 from forerun.errors import DeviceUnavailable, InvalidRequest, OperatorMissing
 
-HostArray = np.ndarray[Any, np.dtype[Any]]  # on the host, of any kind
+HostArray = np.ndarray[Any, np.dtype[Any]]
 DEVICES = ("auto", "cpu", "cuda", "rocm", "mps")
 DEVICE_NAME = re.compile("(cpu)|(mps)(?::0)?|(cuda|rocm|hip)(?::([0-9]{1,4}))?")
-OPERATOR = re.compile(r"'(aten::[\w.]+)'")  # as torch's errors name one
+OPERATOR = re.compile(r"'(aten::[\w.]+)'")  # an operator's name in torch's error messages
 SUM_UNITS = 2.0**52
-VECTOR = 8  # numbers that a GPU reads at once, at most
-ALIGNED_BYTES = 16  # where tables begin in a common buffer: at addresses that vectors can be read from
+VECTOR = 8  # the most numbers that a GPU reads at once
+ALIGNED_BYTES = 16  # alignment of tables in a common buffer, so that they can be read in vectors
 NARROW: dict[np.dtype[Any], np.dtype[Any]] = {np.dtype(np.float64): np.dtype(np.float32)}
 log = logging.getLogger(__name__)
-DEVICE_VARIABLE = "FORERUN_DEVICE"  # what "auto" means, where it is set
+DEVICE_VARIABLE = "FORERUN_DEVICE"  # environment variable with the device that "auto" selects
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model runs, and how.
+    """The device on which a model runs, and how it computes.
 
-    `fixed`: passes have fixed shapes, so that a GPU can capture them as graphs; CPUs can run them too,
-    slower. `one_gemm`: one configuration of the matrix product for any number of rows, so that a row's bits depend on
-    the row alone. On CPUs that is always so.
+    `fixed`: passes have fixed shapes, so that a GPU can capture them as graphs; CPUs can run them too, but slower.
+    `one_gemm`: one configuration of the matrix product for any number of rows, so that a row's bits do not depend on
+    the other rows; on CPUs they never do.
     """
 
     device: torch.device
@@ -54,11 +53,11 @@ class Placement:
 
     @classmethod
     def of(cls, device: str | torch.device | Placement | None, one_gemm: bool = False) -> Placement:
-        """The device called "cpu", "cuda", "cuda:1", ..., "rocm" (AMD's, which torch calls cuda), "mps" (Apple's), or
-        the best that was tested ("auto"); None is the CPU.
+        """The placement on a device: "cpu", "cuda", "cuda:1", ..., "rocm" (AMD GPUs, which torch calls cuda), "mps"
+        (Apple GPUs), or "auto": cuda if available, else cpu. None is the CPU.
 
-        Raises InvalidRequest for what is not the name of a device or not for it, DeviceUnavailable for a device that is
-        not there.
+        Raises InvalidRequest for an unknown name or an option that the device does not support, DeviceUnavailable for a
+        device that does not exist here.
         """
         if device is None:
             return CPU
@@ -66,7 +65,7 @@ class Placement:
             return device
         name: object = device
         if isinstance(device, torch.device):
-            name = "cpu" if device.type == "cpu" else str(device)  # a CPU's index says nothing
+            name = "cpu" if device.type == "cpu" else str(device)  # without a CPU's index, which has no meaning
         if name == "auto":
             name = os.environ.get(DEVICE_VARIABLE) or ("cuda" if torch.cuda.is_available() else "cpu")
         match = DEVICE_NAME.fullmatch(name) if isinstance(name, str) else None
@@ -88,17 +87,17 @@ class Placement:
 
     @property
     def holds_groups(self) -> bool:
-        """Whether weights in groups of few bits are multiplied as they are, which takes kernels of ours."""
+        """Whether grouped quantized weights are multiplied without unpacking, which needs forerun's own kernels."""
         return self.device.type != "mps"
 
     @property
     def same_bits(self) -> bool:
-        """Whether a row's bits are promised to depend on the row alone, and drafted tokens with them."""
+        """Whether a row's bits are guaranteed not to depend on the other rows of a batch."""
         return self.device.type == "cpu" or self.one_gemm
 
     @property
     def label(self) -> str:
-        """What results depend on besides weights and versions: the processor, and the order of sums."""
+        """Everything about the device on which results depend: the processor, and the order of sums."""
         if self.device.type == "cpu":
             return torch.backends.cpu.get_cpu_capability() + ", fixed shapes" * self.fixed
         if self.device.type == "mps":
@@ -110,7 +109,7 @@ CPU = Placement(torch.device("cpu"))
 
 
 def require_cuda(name: str, index: int, amd: bool) -> None:
-    """Raise DeviceUnavailable, with the reason, unless this GPU is there. Says in the log that AMD's are untested."""
+    """Raise DeviceUnavailable, with the reason, unless this GPU is available. Logs a warning for AMD GPUs."""
     if amd and torch.version.hip is None:
         raise DeviceUnavailable(
             f"device {name!r}: this torch ({torch.__version__}) was built without ROCm; install a ROCm build of torch, "
@@ -127,28 +126,28 @@ def require_cuda(name: str, index: int, amd: bool) -> None:
             "CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     if torch.version.hip is not None:
-        say_untested(name)
+        warn_untested(name)
 
 
 def require_mps(one_gemm: bool) -> None:
-    """Raise DeviceUnavailable unless torch has this device, InvalidRequest for what needs kernels of ours there."""
+    """Raise DeviceUnavailable unless torch supports MPS here, InvalidRequest if `one_gemm`, which needs Triton."""
     if not torch.backends.mps.is_available():
         lacking = "has no such device on this machine" if torch.backends.mps.is_built() else "was built without MPS"
         raise DeviceUnavailable(f"device 'mps': this torch ({torch.__version__}) {lacking}; use --device cpu")
     if one_gemm:
-        raise InvalidRequest("one_gemm", "True needs Triton, which device mps does not have: leave it out.")
-    say_untested("mps")
+        raise InvalidRequest("one_gemm", "True needs Triton, which does not support device mps: leave it out.")
+    warn_untested("mps")
 
 
 @cache
-def say_untested(name: str) -> None:
-    """Tell the log, once."""
-    log.warning("device %s: nobody has tested forerun on such devices; try forerun prove --device %s first", name, name)
+def warn_untested(name: str) -> None:
+    """Log, once, that forerun was not tested on such a device."""
+    log.warning("device %s: forerun was not tested on such devices; run forerun prove --device %s first", name, name)
 
 
 @contextmanager
 def operators_named() -> Iterator[None]:
-    """Raises OperatorMissing where a device of torch lacks an operator that is asked for inside."""
+    """Raises OperatorMissing if torch lacks an operator for the device in the block."""
     try:
         yield
     except NotImplementedError as error:
@@ -156,19 +155,19 @@ def operators_named() -> Iterator[None]:
 
 
 def lacking_operator(error: BaseException) -> OperatorMissing | None:
-    """The error that says what to do about torch's own, if that is about an operator which a device lacks."""
+    """The OperatorMissing error for an error of torch about an operator that a device lacks; None for other errors."""
     match = OPERATOR.search(str(error)) if isinstance(error, NotImplementedError) else None
     return None if match is None else OperatorMissing(match[1])
 
 
 @cache
 def pins(device: torch.device) -> bool:
-    """Whether copies to and from pinned memory run while the host goes on."""
+    """Whether copies to and from pinned memory are asynchronous."""
     return device.type == "cuda"
 
 
 def stages(most: int) -> int:
-    """Stages of loads under way in a program: half as many on AMD's GPUs, whose programs share 64 KB."""
+    """The number of pipeline stages of loads in a GPU program: half on AMD GPUs, whose shared memory has 64 KB."""
     return max(1, most // 2) if torch.version.hip else most
 
 
@@ -180,14 +179,14 @@ def has_doubles(device: torch.device) -> bool:
 
 @cache
 def is_cpu(device: torch.device) -> bool:
-    """Whether this is the host's memory. `device.type` builds a string each time, which would slow down rounds."""
+    """Whether the device is the CPU. Cached, since `device.type` builds a string each time, which slows down rounds."""
     return device.type == "cpu"
 
 
 def running_sum(parts: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-    """The sums of each row's numbers, from 0 to 2, up to each column, with the same bits whatever rows stand beside it.
+    """The cumulative sums of each row, with bits that do not depend on the other rows. Numbers are from 0 to 2.
 
-    A GPU's cumsum cuts a row by the number of rows, so it adds up integers there, in units of 2**-52.
+    A GPU's cumsum splits rows depending on their number, so on GPUs integers are summed, in units of 2**-52.
     """
     if is_cpu(parts.device):
         return parts.cumsum(1)
@@ -195,12 +194,12 @@ def running_sum(parts: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows col
 
 
 def whole_sums(parts: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
-    """`running_sum` by sums of integers, which have no order."""
+    """`running_sum` by sums of integers, whose result does not depend on the order."""
     return (parts * SUM_UNITS).long().cumsum(1).to(parts.dtype) / SUM_UNITS
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, in bytes. MPS shares the host's, of which it recommends a part."""
+    """Free memory of a GPU, in bytes. On MPS, which shares the host's memory, the rest of the recommended limit."""
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return torch.cuda.mem_get_info(device)[0]
@@ -214,7 +213,7 @@ def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> T
 
 
 def overwrite(target: Tensor, numbers: Tensor) -> None:
-    """Set a tensor to what a host tensor holds; the host does not wait for the copy."""
+    """Copy a host tensor into `target`; the host does not wait for the copy."""
     if pins(target.device):
         target.copy_(numbers.pin_memory(), non_blocking=True)
     else:
@@ -229,10 +228,10 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class PackedTables:
-    """Tensors of several kinds in one buffer of a device, so that they are filled in one copy.
+    """Tensors of several dtypes in one buffer of a device, so that one copy fills all of them.
 
-    `tables` are views of the buffer, by name; `lines` the same places on the host. `room` gives the buffer, of so many
-    bytes, if it is not to be one of their own; a fill sets all of it.
+    `tables` are views of the buffer, by name; `lines` are the corresponding views of its host copy. `room` allocates
+    the buffer, given its size in bytes; by default it is a new tensor.
     """
 
     def __init__(
@@ -256,14 +255,14 @@ class PackedTables:
             self.tables[name] = self.flat[first : first + size].view(kind).view(*shape)
 
     def fill(self, arrays: Mapping[str, HostArray | Sequence[int]]) -> None:
-        """Set the first lines of each table; the host does not wait for the copy."""
+        """Set the first lines of these tables and copy the entire buffer; the host does not wait for the copy."""
         for name, array in arrays.items():
             self.lines[name][: len(array)] = array
         overwrite(self.flat, torch.from_numpy(self.host))
 
 
 def upload_arrays(arrays: Mapping[str, HostArray], device: torch.device) -> Mapping[str, Tensor]:
-    """Host arrays on the device, in one copy, for which the host does not wait."""
+    """Host arrays on the device, by one copy; the host does not wait for it."""
     if is_cpu(device):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     packed = PackedTables({name: (array.shape, array.dtype) for name, array in arrays.items()}, device)
@@ -272,9 +271,9 @@ def upload_arrays(arrays: Mapping[str, HostArray], device: torch.device) -> Mapp
 
 
 def softmax(logits: Float[Tensor, "rows vocab"], log: bool = False) -> Float[Tensor, "rows vocab"]:
-    """Each row's softmax, or the logarithm of it, with the same bits wherever the row stands.
+    """Each row's softmax or its logarithm, with bits that do not depend on the row's position.
 
-    A GPU begins a long row at the next address that vectors can be read from, so rows are padded to whole vectors.
+    A GPU reads a long row in vectors from the next aligned address on, so rows are padded to a multiple of VECTOR.
     """
     vocab = logits.shape[1]
     whole = logits if is_cpu(logits.device) else pad(logits, (0, -vocab % VECTOR), value=-math.inf)
@@ -282,8 +281,7 @@ def softmax(logits: Float[Tensor, "rows vocab"], log: bool = False) -> Float[Ten
 
 
 class Download:
-    """A tensor on its way to the host. `values` waits only if the device has not got that far: after the round's one
-    synchronisation it has."""
+    """An asynchronous copy of a tensor to the host; `values` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.arrived: torch.cuda.Event | None = None
@@ -297,7 +295,7 @@ class Download:
 
     @cached_property
     def values(self) -> list[Any]:
-        """The tensor's numbers, nested as its dimensions are."""
+        """The tensor's numbers as nested lists."""
         if self.arrived is not None:
             self.arrived.synchronize()
         numbers: list[Any] = self.host.numpy().tolist()
@@ -305,7 +303,7 @@ class Download:
 
 
 class DeviceSpan:
-    """When a device began and ended some work that was sent to it, as its own events say."""
+    """The time span of some work on a device, measured by the device's events."""
 
     def __init__(self, device: torch.device) -> None:
         self.began, self.ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -314,7 +312,7 @@ class DeviceSpan:
 
     @classmethod
     def begin(cls, device: torch.device) -> DeviceSpan | None:
-        """From here on; None where work ends with its call."""
+        """A span that starts now; None for a CPU, which works synchronously."""
         return cls(device) if pins(device) else None
 
     def end(self) -> None:
@@ -322,12 +320,12 @@ class DeviceSpan:
 
     @property
     def taken_s(self) -> float:
-        """Seconds that the work took; the device must have ended it."""
+        """Duration of the work in seconds; the work must be finished."""
         return float(self.began.elapsed_time(self.ended)) / 1000
 
 
 class Captures:
-    """What this process spent on capturing passes as graphs, which each pass needs once."""
+    """How many CUDA graphs this process has captured, and the time that it took."""
 
     num = 0
     taken_s = 0.0

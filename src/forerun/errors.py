@@ -1,7 +1,7 @@
-"""Every error that a user can meet, as one tree.
+"""The errors that users can see, as one tree of classes.
 
 Each message contains the offending value and says what to do about it. Broken invariants are not in this tree: they are
-`assert`s where they break.
+`assert`s.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class ModelError(ForerunError):
 
 
 class ModelNotFound(ModelError):
-    """Neither a folder with config.json nor a hub id that could be fetched."""
+    """The model is neither a folder with config.json nor a hub id that could be downloaded."""
 
 
 class UnsupportedModel(ModelError):
-    """The configuration asks for something the decoder does not compute."""
+    """The model's configuration needs something that the decoder does not support."""
 
 
 class MissingWeights(ModelError):
-    """A shard or a tensor that the configuration promises is not there."""
+    """A shard or a tensor that the configuration requires is missing."""
 
 
 class WrongShape(ModelError):
@@ -34,11 +34,11 @@ class WrongShape(ModelError):
 
 
 class ModelOutputInvalid(ModelError):
-    """The model gave logits from which no token can be drawn: its weights or its arithmetic are broken."""
+    """The model computed logits from which no token can be sampled: its weights or its arithmetic are broken."""
 
 
 class WidenedDiffers(ModelError):
-    """A new widened checkpoint failed its check: its logits are not those of its source."""
+    """A new widened checkpoint failed its check: its logits differ from those of its source."""
 
 
 class TokenizerError(ModelError):
@@ -46,11 +46,11 @@ class TokenizerError(ModelError):
 
 
 class ChatTemplateError(TokenizerError):
-    """The chat template, the model's own or the one that a request brings, is missing or cannot be used."""
+    """The chat template of the model or of a request is missing or cannot be used."""
 
 
 class InvalidRequest(ForerunError, ValueError):
-    """A request that cannot be served as it stands; `field` is the parameter at fault."""
+    """A request that cannot be served; `field` is the parameter at fault."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -62,7 +62,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class InvalidTree(InvalidRequest):
-    """A static tree is malformed, or the file that should hold one cannot be read; `problem` says how."""
+    """A static tree is malformed, or its file cannot be read; `problem` says why."""
 
     def __init__(self, problem: str) -> None:
         super().__init__("speculation.tree", problem)
@@ -70,26 +70,26 @@ class InvalidTree(InvalidRequest):
 
 
 class InvalidGrammar(InvalidRequest):
-    """A grammar is malformed, uses what llguidance does not know, or needs more work than its limits allow."""
+    """A grammar is malformed, uses a feature that llguidance lacks, or needs more work than its limits allow."""
 
     def __init__(self, problem: str) -> None:
         super().__init__("grammar", problem)
 
 
 class UnknownKeyword(ForerunError, TypeError):
-    """A keyword that `function` does not have; `likely` is the one that was probably meant."""
+    """A keyword that `function` does not have; `likely` is the keyword that was probably meant."""
 
     def __init__(self, function: str, name: str, likely: str | None) -> None:
-        hint = f": did you mean {likely!r}?" if likely else "; help() lists what it has."
+        hint = f": did you mean {likely!r}?" if likely else "; help() lists its keywords."
         super().__init__(f"{function}() has no keyword {name!r}{hint}")
         self.likely = likely
 
 
 class UnknownSetting(ForerunError, ValueError):
-    """A key of the settings file `path` that no option has; `likely` is the one that was probably meant."""
+    """A key of the settings file `path` that is not an option; `likely` is the option that was probably meant."""
 
     def __init__(self, path: str, key: str, likely: str | None, known: Sequence[str]) -> None:
-        hint = f"did you mean {likely!r}?" if likely else f"use some of {', '.join(known)}."
+        hint = f"did you mean {likely!r}?" if likely else f"the options are {', '.join(known)}."
         super().__init__(f"{path}: there is no option {key!r}: {hint}")
         self.likely = likely
 
@@ -103,15 +103,15 @@ class UnknownDrafter(DraftError, ValueError):
 
 
 class VocabularyMismatch(DraftError):
-    """The drafter's tokens cannot be compared with the target's: no tokenizer, or tokens that are no bytes."""
+    """The drafter's tokens cannot be compared with the target's: no tokenizer, or tokens that are not bytes."""
 
 
 class PastFileError(DraftError):
-    """A file of past answers that cannot be understood, read or written."""
+    """A file of past answers that is damaged, or that cannot be read or written."""
 
 
 class WrongTarget(DraftError):
-    """The drafter reads the cache of another engine's target, or is not shown the states that it reads."""
+    """The drafter reads the KV cache of another engine's target, or does not get the states that it needs."""
 
 
 class TrainingError(ForerunError):
@@ -119,60 +119,59 @@ class TrainingError(ForerunError):
 
 
 class UnusableData(TrainingError):
-    """More lines of the training data cannot be used than a few that may be left out."""
+    """Too many lines of the training data cannot be used."""
 
 
 class FolderTaken(TrainingError):
-    """The folder of a training holds something else, a training with other settings, or a damaged checkpoint."""
+    """The output folder of a training holds something else, a training with other settings, or a damaged checkpoint."""
 
 
 class TrainingDiverged(TrainingError):
-    """The loss of a training is infinite or NaN: what comes behind it would be worthless."""
+    """The loss of a training has become infinite or NaN."""
 
 
 class DeviceUnavailable(ForerunError):
-    """The device asked for is not there, or something that is needed to use it."""
+    """The requested device, or software that it needs, is not available."""
 
 
 class OperatorMissing(DeviceUnavailable):
-    """The device lacks an operator of torch."""
+    """This version of torch lacks an operator for the device."""
 
     def __init__(self, operator: str) -> None:
         super().__init__(
-            f"this device has no {operator} in this version of torch: set PYTORCH_ENABLE_MPS_FALLBACK=1 before the "
-            "start, which computes it on the CPU, use a newer torch, or use --device cpu"
+            f"this version of torch has no {operator} for this device: set the environment variable "
+            "PYTORCH_ENABLE_MPS_FALLBACK=1, which computes it on the CPU, use a newer torch, or use --device cpu"
         )
         self.operator = operator
 
 
 class RankLost(ForerunError):
-    """A process that holds a part of the model has ended, does not answer, or computes something else."""
+    """A process that holds a part of the model has ended, does not answer, or computes different results."""
 
 
 class NotEnoughMemory(ForerunError):
-    """The memory plan does not fit: not even one sequence would."""
+    """The memory budget is too small for even one sequence."""
 
 
 class MissingPackage(ForerunError):
-    """What was asked for needs an optional package; the message names the pip extra that has it."""
+    """A feature needs an optional package; the message names the pip extra that installs it."""
 
 
 class RequestFailed(ForerunError):
-    """A round failed for the request of sequence `seq_id` alone; `__cause__` says why.
+    """A round failed because of the request of sequence `seq_id`; `__cause__` is the reason.
 
-    Code that came with the request raised, or the model gave no logits to draw from.
+    The request's own code raised, or no token could be sampled from the model's logits.
     """
 
-    def __init__(self, seq_id: int, problem: str = "a round failed for its request alone") -> None:
+    def __init__(self, seq_id: int, problem: str = "a round failed because of its request") -> None:
         super().__init__(f"sequence {seq_id}: {problem}")
         self.seq_id = seq_id
 
     @property
-    def told(self) -> Exception:
-        """The error to raise to the request's reader: the cause itself, if it is an ordinary exception.
+    def raised_to_client(self) -> Exception:
+        """The error to raise to the client: the cause, if it is an ordinary exception, else this error.
 
-        An exit, a cancellation or the end of an iterator would end the reader's program, task or loop instead; for
-        these it is this error.
+        An exit, a cancellation or a StopIteration would end the client's program, task or loop.
         """
         cause = self.__cause__
         is_ordinary = isinstance(cause, Exception) and not isinstance(cause, StopIteration | StopAsyncIteration)
@@ -180,40 +179,40 @@ class RequestFailed(ForerunError):
 
 
 class RoundFailed(RequestFailed):
-    """Every round that reads sequence `seq_id` raises, even without guesses and other sequences; `__cause__` says why.
+    """Every round with sequence `seq_id` raises `__cause__`, even without draft tokens and other sequences.
 
     Its request ends; other requests are not affected.
     """
 
     def __init__(self, seq_id: int, cause: BaseException) -> None:
-        super().__init__(seq_id, f"rounds that read it raise {type(cause).__name__}, even alone; it has ended")
+        super().__init__(seq_id, f"rounds with it raise {type(cause).__name__}, even without others; it has ended")
         self.__cause__ = cause
 
     @property
-    def told(self) -> Exception:
-        """The cause, if it is one of forerun's own errors, which say what to do; otherwise this error."""
+    def raised_to_client(self) -> Exception:
+        """The cause, if it is one of forerun's own errors, whose messages help; otherwise this error."""
         return self.__cause__ if isinstance(self.__cause__, ForerunError) else self
 
 
 class OutOfMemory(RoundFailed):
-    """Every round that reads sequence `seq_id`, even alone, needs more memory than the machine has left."""
+    """Every round with sequence `seq_id`, even without other sequences, needs more memory than is available."""
 
     def __init__(self, seq_id: int, cause: BaseException) -> None:
         RequestFailed.__init__(
             self,
             seq_id,
-            "no memory is left for a round that reads it, even alone; it has ended. Ask for less at once, or plan for "
-            "less memory or a shorter context at the start.",
+            "no memory is left for a round with it, even without others; it has ended. Use a shorter prompt, or lower "
+            "memory_bytes or max_model_len.",
         )
         self.__cause__ = cause
 
 
 class ReplicaLost(ForerunError):
-    """The replica that answered a request was lost, and no other one could go on with the answer."""
+    """The replica that answered a request was lost, and no other replica could continue the answer."""
 
 
 class AnswerDiffers(ReplicaLost):
-    """The replica that took an answer over gives other tokens than those that the reader has."""
+    """The replica that continues an answer has computed other tokens than those that the client already has."""
 
 
 class EngineClosed(ForerunError):

@@ -1,8 +1,8 @@
 """Fields: a JSON file of a checkpoint, read with errors that name the file, the key and the value.
 
-Checkpoints come from untrusted sources and over networks, so a file may be missing, cut short or a folder, and may hold
-any value under any key. This file decides how that is reported; its callers decide which keys there are. null counts as
-absent everywhere.
+Checkpoints come from untrusted sources and over networks, so a file may be missing, truncated or a folder, and may have
+any value under any key. This file decides how that is reported; its callers decide which keys to read. null counts as a
+missing key.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ T = TypeVar("T")
 INT32 = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: these and their reciprocals fit into a float32
 AGAIN = "correct it or download the file again"
-BEGINNINGS = {  # of files that stand in the place of others: what they are, and what to do
+WRONG_FILES = {  # the first bytes of a wrong file: what it is, and what to do
     b"version https://git-lfs": "is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder",
     b"<": "is a web page and not the file itself: download the file (`hf download owner/name FILE`)",
-    b"GGUF": "is in GGUF under another name: let it end in .gguf",
-    b"PK": "is an archive, as torch.save writes them, and pickles are not read: use the version in safetensors",
+    b"GGUF": "is a GGUF file with another name: let its name end in .gguf",
+    b"PK": "is an archive of torch.save, which forerun does not read: use the version in safetensors",
 }
 
 
 def short(text: object) -> str:
-    """A text for a message, such as another library's error: its beginning."""
+    """A text, such as another library's error, shortened for a message."""
     line = str(text)
     return line if len(line) <= 200 else line[:200] + "…"
 
 
 def mistaken(path: Path) -> str | None:
-    """What a file that cannot be read is in truth, and what to do; None where its beginning does not tell."""
+    """What kind of wrong file this is, from its first bytes, and what to do; None if they do not tell."""
     with suppress(OSError), path.open("rb") as file:
-        beginning = file.read(64).lstrip()
-        return next((what for each, what in BEGINNINGS.items() if beginning.startswith(each)), None)
+        first_bytes = file.read(64).lstrip()
+        return next((problem for start, problem in WRONG_FILES.items() if first_bytes.startswith(start)), None)
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The object in a JSON file, or an object inside it. `error` is what an unusable value raises."""
+    """The object in a JSON file, or an object inside it. Unusable values raise `error`."""
 
     path: Path
     values: Mapping[str, Any]
     error: type[ModelError] = UnsupportedModel
 
-    def refuse(self, key: str, wanted: str) -> ModelError:
-        """The error for a value that cannot be used; `wanted` says what could, and what to do."""
-        return self.error(f"{self.path}: {key} is {shown(self.values.get(key))}; {wanted}")
+    def refuse(self, key: str, fix: str) -> ModelError:
+        """The error for a value that cannot be used; `fix` says which values are possible, and what to do."""
+        return self.error(f"{self.path}: {key} is {shown(self.values.get(key))}; {fix}")
 
     def whole(self, key: str, default: int | None = None, least: int = 1, most: int = INT32) -> int:
         """A whole number from `least` to `most`."""
@@ -70,26 +70,26 @@ class Fields:
         return float(value)
 
     def optional(self, key: str) -> float | None:
-        """A number above 0, or None where the key is absent or 0."""
+        """A number above 0; None if the key is missing or 0."""
         return self.number(key) if self._value(key, 0) != 0 else None
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false; `default` where it is absent."""
+        """True or false; `default` if the key is missing."""
         return self._of_type(key, default, bool, "true or false")
 
     def text(self, key: str) -> str | None:
-        """Text; None where it is absent."""
+        """A text; None if the key is missing."""
         return self._of_type(key, None, str | None, "text")
 
     def names(self, key: str) -> list[str]:
-        """A list of texts; empty where it is absent."""
+        """A list of texts; empty if the key is missing."""
         names: list[str] = self._of_type(key, [], list, "a list of texts")
         if not all(isinstance(name, str) for name in names):
             raise self.refuse(key, f"it must be a list of texts: {AGAIN}")
         return names
 
     def inside(self, key: str) -> Fields:
-        """The object under a key; an empty one where it is absent."""
+        """The object under a key; an empty one if the key is missing."""
         return Fields(Path(f"{self.path}, {key}"), self._of_type(key, {}, dict, "an object"), self.error)
 
     def _value(self, key: str, default: Any) -> Any:
@@ -106,9 +106,9 @@ class Fields:
 def read_fields(
     path: Path, damaged: type[ModelError] = ModelError, error: type[ModelError] = UnsupportedModel
 ) -> Fields:
-    """The object in a JSON file. Raises ModelNotFound where there is no such file, `damaged` where it cannot be read.
+    """The object in a JSON file. Raises ModelNotFound if the file is missing, `damaged` if it cannot be read.
 
-    `error` is what its unusable values will raise.
+    Unusable values in it raise `error`.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Limits: which numbers a request may contain, and how a value that cannot be served is shown.
+"""Limits: which numbers a request may contain, and how error messages show a value.
 
-A whole number is anything that Python or numpy counts as an integer; a real number may also be a `Fraction`; a bool is
-neither. A number that passes a check is a plain int or float that fits int64 or float32, so that no later arithmetic
-overflows. The callers decide which field has which bounds.
+A whole number is an integer of Python or numpy; a real number may also be a `Fraction`; a bool is neither. A number
+that passes a check becomes a plain int or float within int64 or float32, so that no later arithmetic overflows. The
+callers decide the bounds of each field.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from numbers import Integral, Real
 from forerun.errors import InvalidRequest
 
 INT64 = 2**63 - 1  # the largest
-FLOAT32 = (2.0 - 2.0**-23) * 2.0**127  # the largest that is finite
-FLOAT32_LEAST = 2.0**-126  # the smallest above 0 that every device computes with; some take smaller ones for 0
+FLOAT32 = (2.0 - 2.0**-23) * 2.0**127  # the largest finite one
+FLOAT32_LEAST = 2.0**-126  # the smallest normal number; some devices treat smaller ones as 0
 
 
 class _ShortJson(reprlib.Repr):
-    """Short forms of values in the words of JSON; `Repr` calls these by the names of types."""
+    """Short forms of values in JSON syntax; `Repr` finds the methods by the names of types."""
 
     def repr_NoneType(self, _value: None, _level: int) -> str:  # noqa: N802
         return "null"
@@ -50,14 +50,14 @@ _spelling = ContextVar("spelling", default=PYTHON)
 
 
 def whole(field: str, value: object, fix: str, least: int = 0, most: int = INT64) -> int:
-    """The value as an int from `least` to `most`; anything else raises InvalidRequest naming the field and the fix."""
+    """The value as an int from `least` to `most`. Raises InvalidRequest, with the field and the fix, for others."""
     if isinstance(value, Integral) and not isinstance(value, bool) and least <= (number := int(value)) <= most:
         return number
     raise refusal(field, value, fix)
 
 
 def real(field: str, value: object, fix: str, least: float = -FLOAT32, most: float = FLOAT32) -> float:
-    """The value as a float from `least` to `most`; anything else, NaN among it, raises InvalidRequest likewise."""
+    """The value as a float from `least` to `most`. Raises InvalidRequest for others, NaN included."""
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -75,7 +75,7 @@ def refusal(field: str, value: object, fix: str) -> InvalidRequest:
 
 @contextmanager
 def values_in_json() -> Iterator[None]:
-    """Within it messages show values as JSON writes them: for clients that sent JSON and may not know Python."""
+    """Makes error messages show values in JSON syntax, for clients that have sent JSON."""
     token = _spelling.set(JSON)
     try:
         yield
@@ -84,15 +84,15 @@ def values_in_json() -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, or JSON within `values_in_json`, cut short where it is long."""
+    """A value in Python syntax, or in JSON syntax within `values_in_json`; a long one is shortened."""
     try:
         text = _spelling.get().repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python does not convert integers of more than 4,300 digits
         return f"{'an integer' if isinstance(value, int) else type(value).__name__} of thousands of digits"
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
 def shown_as_json(value: object) -> str:
-    """A value that was read from JSON as JSON writes it, cut short where it is long."""
+    """A value in JSON syntax; a long one is shortened."""
     with values_in_json():
         return shown(value)

@@ -302,7 +302,7 @@ def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.M
         patch.setattr(llm.engine.runner, "read", breaks_on(llm.engine.runner, lambda read: True))
         found = answers(llm, [asking(i, n=1 + i % 3) for i in range(NUM)])
         assert all(isinstance(answer, RoundFailed) for answer in found)
-        with pytest.raises(RoundFailed, match="rounds that read it raise Sabotage, even alone"):
+        with pytest.raises(RoundFailed, match="rounds with it raise Sabotage, even without others"):
             llm.generate(list(PROMPTS))
         assert_empty(llm)
     assert_plain(answers(llm))

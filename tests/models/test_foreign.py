@@ -248,8 +248,8 @@ def test_an_adapter_names_its_base(folder: Path) -> None:
 BEGINNINGS = {
     b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n": "is a pointer of Git LFS.*git lfs pull",
     b"<!DOCTYPE html>\n<html></html>": "is a web page and not the file itself: download the file",
-    b"GGUF\x03\0\0\0": "is in GGUF under another name: let it end in .gguf",
-    b"PK\x03\x04" + bytes(60): "is an archive, as torch.save writes them",
+    b"GGUF\x03\0\0\0": "is a GGUF file with another name: let its name end in .gguf",
+    b"PK\x03\x04" + bytes(60): "is an archive of torch.save",
 }
 
 
@@ -266,7 +266,7 @@ def test_a_file_in_anothers_place_says_what_it_is(
 
 def test_a_gguf_file_in_the_place_of_a_folder_says_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(b"GGUF\x03")
-    refused(tmp_path / "model", ModelNotFound, "is in GGUF under another name")
+    refused(tmp_path / "model", ModelNotFound, "is a GGUF file with another name")
 
 
 @pytest.mark.parametrize("content", BEGINNINGS, ids=lambda content: str(content[:4]))

@@ -203,7 +203,7 @@ class Recovery:
         """End a request; each of its samples gets a final delta with the error."""
         engine = self.engine
         samples = engine.active.samples_of(culprit.request_id)
-        deltas = [sample.failure(failed.told) for sample in samples]
+        deltas = [sample.failure(failed.raised_to_client) for sample in samples]
         engine.active.decided = [(len(s.tokens), delta) for s, delta in zip(samples, deltas, strict=True)]
         engine.active.settle()
         engine.runner.cache.wipe(ids := [sample.id for sample in samples])
@@ -223,7 +223,7 @@ class Recovery:
         if culprit is None:
             time.sleep(PAUSE_S)  # no request is left, but the state must be rebuilt before a new one
             return []
-        failed = failure_of(culprit, error).told
+        failed = failure_of(culprit, error).raised_to_client
         samples = active.samples_of(culprit.request_id)
         return [active.fail(sample, failed) for sample in samples if sample.status is not Status.FINISHED]
 
