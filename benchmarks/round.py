@@ -40,7 +40,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
 DEPTH, CONTEXTS, WARM_UP, LENGTH = 4, 48, 8, 8192
-VERBS = ("plan", "draft", "read", "verify", "accept")
+VERBS = ("plan", "draft", "run target", "verify", "accept")
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("temperature 1", {"temperature": 1.0}),
     ("temperature 0", {"temperature": 0.0}),
@@ -111,13 +111,13 @@ class TimedEngine(Engine):
         with self.clock.verb("draft"):
             return super().draft(plan)
 
-    def read(self, plan, trees):  # type: ignore[no-untyped-def]
-        with self.clock.verb("read"):
-            return super().read(plan, trees)
+    def run_target(self, plan, draft):  # type: ignore[no-untyped-def]
+        with self.clock.verb("run target"):
+            return super().run_target(plan, draft)
 
-    def accept(self, reading, verdict):  # type: ignore[no-untyped-def]
+    def accept(self, target, verdict):  # type: ignore[no-untyped-def]
         with self.clock.verb("accept"):
-            return super().accept(reading, verdict)
+            return super().accept(target, verdict)
 
 
 def tables(vocab: int, flat: bool) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ from forerun.device import (
     PackedTables,
     Placement,
     running_sum,
-    warn_untested,
     softmax,
     upload,
     upload_arrays,
     upload_tensor,
+    warn_untested,
     whole_sums,
 )
 from forerun.errors import DeviceUnavailable, InvalidRequest

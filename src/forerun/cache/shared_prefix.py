@@ -50,7 +50,7 @@ def longest_prefix(
 
 
 def start_row(cache: PagedCache, text: CachedText, beginning: CachedPrefix) -> int:
-    """Start a text's row with its cached prefix; returns the number of tokens, 0 if there are not enough free blocks."""
+    """Start a text's row with its cached prefix; returns the number of tokens, 0 if too few blocks are free."""
     most = beginning.num_tokens
     if not most or not cache.can_reserve([text.seq_id], [most]):
         return 0

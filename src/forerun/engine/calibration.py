@@ -176,7 +176,7 @@ def measure(
 def measure_rounds(
     engine: Engine, script: Script, sequences: Sequence[TextSequence], script_batch: int, end_s: float
 ) -> Iterator[float]:
-    """Run the script of a batch size; yields the finished share. Ends early if time or the sequences' tokens run out."""
+    """Run the script of a batch size; yields the finished share. Ends early if time or tokens run out."""
     assert engine.drafter is not None, "an engine without a drafter needs no calibration"
     drafters = range(len(engine.drafter.names))
     steps = [(depth, drafter) for depth in DEPTHS[script_batch] for drafter in drafters if depth or not drafter]

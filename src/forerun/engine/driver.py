@@ -163,7 +163,7 @@ class EngineDriver:
         return None if self.drive() else self.wait(inbox)
 
     def drive(self, rounds: bool = True) -> bool:
-        """Run the queued jobs and, with `rounds`, one round. False if a thread, perhaps this one, is already doing so."""
+        """Run the queued jobs and, with `rounds`, one round. False if a thread, perhaps this one, is doing so now."""
         me = Driver(threading.get_ident())
         try:
             if self.seat.setdefault(SEAT, me) is not me:

@@ -104,7 +104,7 @@ class RequestChecker:
         return sequences
 
     def seed_of(self, params: SamplingParams, request_id: int) -> int:
-        """The request's seed; without one, a seed derived from the engine's seed and the request's id, or a random one."""
+        """The request's seed; without one, derived from the engine's seed and the request's id, or random."""
         if params.seed is not None or self.seed is None:
             return params.resolve_seed()
         digest = blake2b(f"{self.seed % 2**64} {request_id}".encode(), digest_size=8).digest()
@@ -145,7 +145,7 @@ class RequestChecker:
         return banned, [ids for ids in words if len(ids) > 1]
 
     def spelled_tokens(self) -> SpelledTokens:
-        """The bytes of each token, which grammars need. Raises InvalidGrammar if the tokenizer's tokens are not bytes."""
+        """The bytes of each token, for grammars. Raises InvalidGrammar if the tokenizer's tokens are not bytes."""
         table = None if self.tokenizer is None else self.tokenizer.byte_table()
         if self.tokenizer is None or table is None:
             lack = "has no tokenizer" if self.tokenizer is None else "has a tokenizer whose tokens are not byte strings"

@@ -116,7 +116,7 @@ class Waiting:
         self.queues.clear()
 
     def next(self, running: Iterable[Sequence]) -> Sequence | None:
-        """The sequence to admit next: preempted ones first, then of the tenant with the fewest `running`, then by id."""
+        """The sequence to admit next: preempted ones first, then by fewest `running` of its tenant, then by id."""
         firsts = [next(iter(queue.values())) for queue in self.queues.values()]
         if len(firsts) < 2:
             return firsts[0] if firsts else None

@@ -118,7 +118,7 @@ class Constraint:
         return None
 
     def _attempt(self, work: Callable[[], Result]) -> Result:
-        """Call `work`, which uses the matcher. If it raises InvalidGrammar, replace the matcher and fail the request."""
+        """Call `work`, which uses the matcher. If it raises InvalidGrammar, fail the request with a new matcher."""
         try:
             return work()
         except InvalidGrammar as error:

@@ -145,7 +145,7 @@ def loud_ids(key: int, vocab: int) -> Int[Tensor, " loud"]:
 
 
 def _blocks(rows: int, width: int, *, on_cpu: bool) -> list[tuple[slice, slice]]:
-    """On CPUs, [rows, width] in pieces of at most _BLOCK elements whose width is a multiple of _LANES; else one piece."""
+    """On CPUs, [rows, width] in pieces of at most _BLOCK elements, multiples of _LANES wide; else one piece."""
     if not on_cpu:
         return [(slice(None), slice(None))]
     if width <= _BLOCK:

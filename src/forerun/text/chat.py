@@ -167,7 +167,7 @@ def text_of(file: Path) -> str:
 
 
 def mark_end(talk: list[dict[str, Any]]) -> None:
-    """Append a mark to the last message, to find its end in the rendered text; the blank shows whether it is trimmed."""
+    """Append a mark to the last message, to find its end in the rendered text; a blank shows whether it is trimmed."""
     content = talk[-1].get("content") if talk else None
     if not isinstance(content, str):
         problem = f"the content of the last message is {shown(content)}, which cannot be continued: use text."
@@ -199,7 +199,7 @@ def conversation(messages: object) -> list[dict[str, Any]]:
 
 
 def plain(value: object, field: str) -> Any:
-    """A copy of JSON-like values as plain dicts and lists. Raises InvalidRequest, naming the field, for other values."""
+    """A copy of JSON-like values as plain dicts and lists. Raises InvalidRequest, naming the field, for others."""
     room = LONGEST_VALUES
 
     def copied(value: object, depth: int) -> Any:

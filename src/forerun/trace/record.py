@@ -18,8 +18,8 @@ from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import Draft
 from forerun.engine.driver import EngineDriver
 from forerun.engine.engine import Engine, RoundPlan
-from forerun.engine.target_pass import TargetPass
 from forerun.engine.sequence import Sequence
+from forerun.engine.target_pass import TargetPass
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.request import Request, SpeculationOption

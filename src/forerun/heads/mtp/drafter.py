@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.cache.shared_prefix import CachedPrefix
 from forerun.cache.paged import PagedCache
+from forerun.cache.shared_prefix import CachedPrefix
 from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
