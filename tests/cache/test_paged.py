@@ -273,7 +273,7 @@ def test_misuse_is_noticed():
         cache.keep([1], [[4]])
     with pytest.raises(AssertionError, match="has 0 tokens, not 1"):
         cache.truncate([1], [1])
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(AssertionError, match="must be distinct"):
         cache.reserve([1, 1], [1, 1])
 
 

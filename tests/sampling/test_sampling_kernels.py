@@ -312,14 +312,14 @@ def test_a_processor_is_asked_by_torch_and_its_batch_mates_are_not(
 ) -> None:
     """Torch sees the nodes of the one request with a processor, and of a verdict only those on its accepted path."""
     seen: list[int] = []
-    shape = "forerun.sampling.transforms.Transforms.shape"
-    real = Draws(rows_of(random.Random(0), 50, 1), 50).transforms.__class__.shape
+    edit = "forerun.sampling.transforms.Transforms.edit"
+    real = Draws(rows_of(random.Random(0), 50, 1), 50).transforms.__class__.edit
 
     def watched(self: Any, logits: Tensor, at: PathState, **options: bool) -> Tensor:
         seen.extend(self.rows[i].seq_id for i in at.row.tolist())
         return real(self, logits, at, **options)
 
-    monkeypatch.setattr(shape, watched)
+    monkeypatch.setattr(edit, watched)
     mates: list[dict[str, Any]] = [{"top_k": 5}, {"logits_processors": [odd]}, {"repetition_penalty": 1.3}]
     rows = [RowSampling(i, SamplingParams(**p), 3, 0, [1, 4, 6], 1) for i, p in enumerate(mates)]
     logits = 3 * torch.randn(12, 50, generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ from forerun.annotations import Float, Int
 from forerun.errors import InvalidGrammar, RequestFailed
 from forerun.sampling.matcher import Mask, Matcher, bit
 
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 SLOW_S = 0.004  # if a mask takes longer, drafting would delay the other sequences: each draft token needs a mask
 SLOW_FREE_S = 0.1  # total time of masks that is not counted, since the first masks of a grammar take longer
 TOO_SLOW_S = 0.05  # if a mask takes longer, the request fails, since all sequences of a round wait for it
@@ -117,7 +117,7 @@ class Constraint:
                 return count
         return None
 
-    def _attempt(self, work: Callable[[], Result]) -> Result:
+    def _attempt(self, work: Callable[[], Value]) -> Value:
         """Call `work`, which uses the matcher. If it raises InvalidGrammar, fail the request with a new matcher."""
         try:
             return work()
