@@ -11,7 +11,7 @@ from forerun import LLM, AsyncLLM, ForerunError, InvalidRequest, SamplingParams,
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.ecosystem import REQUEST_WORDS, SPECULATIVE_WORDS, WORDS, drafting_of, memory_of, read_speculative_config
 from forerun.errors import UnknownKeyword
-from forerun.sampling.params import ANSWERS
+from forerun.sampling.params import ALTERNATIVES
 from kit.checkpoints import TARGET
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
@@ -33,7 +33,7 @@ def test_no_parameter_of_ours_is_in_a_table() -> None:
     assert own & {"max_model_len", "speculative_config"}
     assert not own & set(WORDS)
     assert not (set(LLM.generate.__annotations__) | set(LLM.chat.__annotations__)) & set(REQUEST_WORDS)
-    assert not set(SamplingParams.__slots__) & set(ANSWERS)
+    assert not set(SamplingParams.__slots__) & set(ALTERNATIVES)
 
 
 def test_keywords_of_requests_are_answered_too() -> None:
@@ -64,9 +64,9 @@ def test_keywords_of_requests_are_answered_too() -> None:
             call(samplingparams=params)
 
 
-@pytest.mark.parametrize("name", sorted(ANSWERS))
+@pytest.mark.parametrize("name", sorted(ALTERNATIVES))
 def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"{name}: it is not served here: "):
+    with pytest.raises(InvalidRequest, match=f"{name}: it is not supported: "):
         SamplingParams(**{name: 1})
 
 

@@ -98,7 +98,7 @@ def test_a_drafter_that_can_never_draft_is_a_warning(caplog: pytest.LogCaptureFi
     assert f"{name} cache: no memory left, will not draft" in short.lines()
     (record,) = caplog.records
     assert record.name == "forerun"
-    assert record.getMessage().startswith(f"{name} will not draft: there is no memory left for its cache")
+    assert record.getMessage().startswith(f"{name} will not draft: there is no memory left for its KV cache")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_the_request_that_needs_too_much_is_told_so_alone(
             assert [said(each) for each in good] == [solo(body) for body in BODIES]
             assert bad.status_code == 503
             assert bad.json()["error"]["code"] == "out_of_memory"
-            assert "Ask for less at once" in bad.json()["error"]["message"]
+            assert "Use a shorter prompt" in bad.json()["error"]["message"]
             assert bad.headers["x-should-retry"] == "false"
             with pytest.raises(openai.APIStatusError, match="no memory is left for a round"):
                 server.client().completions.create(model="stories", **LARGE, stream=True)

@@ -204,7 +204,7 @@ def test_the_last_message_may_be_left_open(tmp_path: Path, template: str, end: s
 def test_what_cannot_be_left_open_is_refused(messages: Any, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="continue_final_message: "):
         rendered(PLAIN, messages, continue_final_message=True, **options)
-    with pytest.raises(InvalidRequest, match="continue_final_message: the template does not show the last message"):
+    with pytest.raises(InvalidRequest, match="continue_final_message: the template changes the last message"):
         rendered("nothing", continue_final_message=True)
 
 

@@ -104,7 +104,7 @@ def test_what_walks_values_in_c_ends_at_the_limit(name: str) -> None:
 @pytest.mark.usefixtures("hasty")
 def test_a_hostile_template_ends_soon_and_by_name(name: str) -> None:
     begin, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ChatTemplateError, match=r"template of a test (fails|does not parse|is longer|takes)") as caught:
+    with pytest.raises(ChatTemplateError, match=r"template of a test (fails|does not parse|has 2097152 characters|takes)") as caught:
         rendered(HOSTILE[name])
     assert len(str(caught.value)) < 400
     assert time.monotonic() - begin < 20
@@ -127,7 +127,7 @@ def test_the_clock_ends_what_the_system_does_not(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_text_that_is_too_long_is_named_before_all_of_it_is_written() -> None:
-    with pytest.raises(ChatTemplateError, match="fails: it writes more than 16777216 letters"):
+    with pytest.raises(ChatTemplateError, match="fails: it writes more than 16777216 characters"):
         rendered("{% set x = 'x' * 2**22 %}{{ x }}{{ x }}{{ x }}{{ x }}{{ 'x' }}")
     assert len(rendered("{% set x = 'x' * 2**22 %}{{ x }}{{ x }}{{ x }}{{ x }}")) == 1 << 24
 
