@@ -104,7 +104,9 @@ def test_what_walks_values_in_c_ends_at_the_limit(name: str) -> None:
 @pytest.mark.usefixtures("hasty")
 def test_a_hostile_template_ends_soon_and_by_name(name: str) -> None:
     begin, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ChatTemplateError, match=r"template of a test (fails|does not parse|has 2097152 characters|takes)") as caught:
+    with pytest.raises(
+        ChatTemplateError, match=r"template of a test (fails|does not parse|has \d+ char|takes)"
+    ) as caught:
         rendered(HOSTILE[name])
     assert len(str(caught.value)) < 400
     assert time.monotonic() - begin < 20
