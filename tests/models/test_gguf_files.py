@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from forerun.errors import (
 )
 from forerun.models import loading
 from forerun.models.gguf.file import GgufFile
-from forerun.models.gguf.folder import INDEX
+from forerun.models.gguf.folder import INDEX, folder_files
 from forerun.models.gguf.formats import FORMATS, UNREADABLE
 from forerun.models.gguf.tensors import GgufTensor, read_location
 from forerun.models.gguf.tokenizer import PRE, byte_level
@@ -39,10 +40,12 @@ from forerun.models.spec import ModelSpec
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET, read_json
 from kit.gguf_files import finish, write_gguf
+from models.damage import ABSENT, VALUES, judged
 from models.test_gguf import metadata_of
 
 # Where a block's numbers of float16 begin; else (0,).
 HALVES = {**dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q6_K": (208,), "MXFP4": ()}
+MORE = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "tokenizer.ggml.pre": "gpt-2"}
 SENTENCES = (
     "Once upon a time, there was 1 little girl.",
     "  two blanks\n\nand lines\t\t",
@@ -193,6 +196,48 @@ def test_a_damaged_header_is_read_or_refused(tmp_path: Path, changes: list[tuple
         assert all(place.offset + place.num_bytes <= len(damaged) for place in places)
 
 
+def described_as(file: GgufFile, architecture: str, **more: Any) -> GgufFile:
+    """The file with the metadata of another architecture, and more of it."""
+    own = {k.replace("llama.", f"{architecture}."): v for k, v in file.metadata.items()}
+    return replace(file, metadata=own | {"general.architecture": architecture} | more)
+
+
+def test_no_value_of_the_metadata_raises_raw(tmp_path: Path) -> None:
+    llama = GgufFile.read(stories(tmp_path / "model.gguf", **{"llama.attention.key_length": 8, **MORE}))
+    merges = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}
+    for file in (llama, described_as(llama, "eagle3"), described_as(llama, "gemma3", **merges)):
+        for key in file.metadata:
+            for value in (*VALUES.values(), ["a"] * len(file.metadata["tokenizer.ggml.tokens"])):
+                metadata = {name: value if name == key else known for name, known in file.metadata.items()}
+                changed = {name: each for name, each in metadata.items() if each is not ABSENT}
+                judged(lambda changed=changed, file=file: folder_files(replace(file, metadata=changed)))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "eagle3", "qwen2moe", "gpt-oss"])
+def test_tensors_that_are_missing_or_have_strange_names_are_no_raw_errors(tmp_path: Path, architecture: str) -> None:
+    file = described_as(
+        GgufFile.read(stories(tmp_path / "model.gguf")), architecture, **{f"{architecture}.expert_count": 2}
+    )
+    other = next(iter(file.tensors.values()))
+    for name in file.tensors:
+        tensors = {key: place for key, place in file.tensors.items() if key != name}
+        assert judged(lambda tensors=tensors: folder_files(replace(file, tensors=tensors))) is None
+    for name in ("strange", "", ".", "blk.0.ffn_exps.weight", "blk.0.ffn_gate_exps.weight", "blk.x.y.z", "é.weight"):
+        for shape in ((8,), (2, 4), (2, 2, 2)):
+            tensors = {**file.tensors, name: replace(other, shape=shape)}
+            judged(lambda tensors=tensors: folder_files(replace(file, tensors=tensors)))
+
+
+def test_a_tensor_without_dimensions_is_refused(tmp_path: Path) -> None:
+    file = stories(tmp_path / "model.gguf")
+    name = b"token_embd.weight"
+    whole = file.read_bytes()
+    at = whole.index(name) + len(name)
+    file.write_bytes(whole[:at] + b"\0\0\0\0" + whole[at + 4 + 2 * 8 :])
+    with pytest.raises(MissingWeights, match=r"token_embd\.weight has 0 dimensions"):
+        GgufFile.read(file)
+
+
 def test_a_header_is_what_the_package_reads(tmp_path: Path) -> None:
     more = {"general.alignment": 64, "llama.lists": [1, 2], "llama.flag": True, "llama.texts": ["a", "", "é"]}
     file = stories(tmp_path / "model.gguf", "Q4_1", **more)
@@ -205,7 +250,7 @@ def test_a_header_is_what_the_package_reads(tmp_path: Path) -> None:
     assert {k: (p.offset, p.num_bytes, p.format, p.shape) for k, p in header.tensors.items()} == expected
 
 
-def test_parts_may_be_links_to_files_of_other_names(tmp_path: Path) -> None:
+def test_parts_may_be_links_to_folder_files_other_names(tmp_path: Path) -> None:
     for i in (1, 2):
         writer = GGUFWriter(tmp_path / f"blob{i}", "llama")
         writer.add_uint16("split.count", 2)

@@ -86,7 +86,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
-    config["dtype"] = PLAIN.get(file.tensors["blk.0.attn_output.weight"].format, "bfloat16")
+    output = file.tensors.get("blk.0.attn_output.weight")  # if it is missing, the check of all weights says so
+    config["dtype"] = PLAIN.get("" if output is None else output.format, "bfloat16")
     config["query_pre_attn_scalar"] = query_scalar(file, config)
     if FAMILIES[name].rotary_share is not None:
         width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -102,20 +103,23 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 def shape_json(file: GgufFile) -> dict[str, Any]:
     fields = file.model_fields
     config: dict[str, Any] = {json: fields.whole(key) for key, json in SIZES.items()}
-    return config | {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}
+    config |= {json: fields.values[key] for key, json in OPTIONAL.items() if fields.values.get(key) is not None}
+    if "head_dim" in config:
+        config["head_dim"] = fields.whole("attention.key_length")
+    return config
 
 
 def eagle_json(file: GgufFile) -> dict[str, Any]:
     """The contents of config.json for an EAGLE-3 drafter, with its authors' keys."""
     fields, config = file.model_fields, shape_json(file)
-    tokens = file.metadata.get("tokenizer.ggml.tokens") or ()
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
     taps = fields.values.get("target_layers", fields.values.get("extract_layers"))
     scaling = rope_scaling(file, config)
     return config | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "intermediate_size": fields.whole("feed_forward_length"),
-        "vocab_size": fields.whole("vocab_size", len(tokens)),
+        "vocab_size": fields.whole("vocab_size", len(tokens) if isinstance(tokens, list) else 0),
         "draft_vocab_size": file.tensors[IDS].shape[0] if IDS in file.tensors else None,
         "target_hidden_size": fields.values.get("target_hidden_size"),
         "eagle_aux_hidden_state_layer_ids": taps,
@@ -136,7 +140,7 @@ def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | 
     fields = file.model_fields
     kind = fields.text("rope.scaling.type")
     if ROPE_DIVISORS in file.tensors:
-        return llama3_scaling(file, config)
+        return llama3_scaling(file)
     growth = {"llama_4_scaling_beta": fields.number(GROWTH)} if fields.optional(GROWTH) else {}
     if kind in (None, "none"):
         return {"rope_type": "default", **growth} if growth else None
@@ -149,13 +153,13 @@ def rope_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any] | 
     return scaling | growth
 
 
-def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+def llama3_scaling(file: GgufFile) -> dict[str, Any]:
     """The parameters of Llama 3's scaling, from the file's divisors of frequencies. Raises UnsupportedModel if the
     divisors are those of another scaling."""
-    divisors = read_location(file.tensors[ROPE_DIVISORS]).double()
+    divisors = read_location(file.tensors[ROPE_DIVISORS]).double().flatten()
     factor = float(divisors.max())
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
-    theta, original = float(config.get("rope_theta", 10_000.0)), LLAMA3["original_max_position_embeddings"]
+    theta, original = file.model_fields.number("rope.freq_base", 10_000.0), LLAMA3["original_max_position_embeddings"]
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     size = 2 * len(divisors)
     for i, divisor in enumerate(divisors.tolist()):
@@ -173,7 +177,8 @@ def llama3_scaling(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 def generation_json(file: GgufFile) -> dict[str, Any]:
     """The contents of generation_config.json: the ids that end an answer, and sampling defaults."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    values: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
+    ends = [end for i, end in enumerate(ends) if end is not None and end not in ends[:i]]
+    values: dict[str, Any] = {"eos_token_id": ends}
     for key, json in SAMPLING.items():
         value = file.metadata.get(f"general.sampling.{key}")
         if value is not None:

@@ -117,7 +117,7 @@ class Header:
     def tensor(self) -> TensorHeader:
         """Read the next tensor's entry, with its offset from the end of the header."""
         name, (dimensions,) = self.string(), self.numbers("I", 1)
-        if dimensions > MOST_DIMENSIONS:
+        if not 0 < dimensions <= MOST_DIMENSIONS:
             raise ValueError(f"{short(name)} has {dimensions} dimensions")
         sizes = self.numbers("Q", dimensions)
         if 0 in sizes:

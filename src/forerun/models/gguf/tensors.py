@@ -54,6 +54,7 @@ NORMS = {
     "post_attention_norm": "attention_out",
     "post_ffw_norm": "mlp_out",
 }
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # each holds the tensors of all experts of a layer
 HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # metadata keys of numbers of heads
 IDS = "d2t"  # the target's id of each token of an EAGLE-3 head
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -151,11 +152,11 @@ def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor
         norms["post_attention_norm"] = family.norms.mlp  # in gpt-oss
     inner = {**INNER, **NEXTN, **norms} | ({"ffn_up": "mlp.gate_up_proj"} if family.fused_gate_up else {})
     for name, location in file.tensors.items():
-        *layer, part, kind = name.replace(".nextn.", ".").split(".")
+        *layer, part, kind = name.replace(".nextn.", ".").split(".") if "." in name else ("", name)
         prefix = f"model.layers.{layer[1]}." if len(layer) == 2 else ""
         if name in IDLE:
             continue
-        if experts is not None and part.endswith("_exps"):
+        if experts is not None and part in EXPERTS:
             tensors |= dict(experts_of(file, location, name, prefix, experts))
         elif experts is not None and part == "ffn_gate_inp":
             tensors[f"{prefix}{experts.router}.{kind}"] = GgufTensor(location.shape, (location,))
@@ -182,6 +183,14 @@ def eagle_tensors(file: GgufFile) -> dict[str, GgufTensor]:
     return renamed if table is None else {**renamed, IDS: GgufTensor(table.shape, (table,), minus_index=True)}
 
 
+def ups_of(file: GgufFile, gates: str) -> TensorLocation:
+    """The tensor of ups that belongs to a tensor of gates. Raises MissingWeights."""
+    ups = file.tensors.get(gates.replace("_gate_", "_up_"))
+    if ups is None or ups.shape != file.tensors[gates].shape:
+        raise MissingWeights(f"{file.path} has no tensor of ups in the shape of {gates}: {AGAIN}")
+    return ups
+
+
 def experts_of(
     file: GgufFile, location: TensorLocation, name: str, prefix: str, names: ExpertNames
 ) -> Iterator[tuple[str, GgufTensor]]:
@@ -191,12 +200,14 @@ def experts_of(
     """
     *_, part, kind = name.split(".")
     which, count = part.split("_")[1], location.shape[0]
+    if len(location.shape) != (2 if kind == "bias" else 3):
+        raise MissingWeights(f"{file.path}: {name} has the sizes {location.shape}, none of them for experts: {AGAIN}")
     if not names.is_stacked:
         form = dict(zip(("gate", "up", "down"), (*names.gate_up, names.down), strict=True))[which]
         for i in range(count):
             yield f"{prefix}{form.format(i)}.{kind}", GgufTensor(location.shape[1:], (location.part(i),))
     elif which != "up":
-        locations = (location,) if which == "down" else (location, file.tensors[name.replace("_gate_", "_up_")])
+        locations = (location,) if which == "down" else (location, ups_of(file, name))
         new_name = names.down if which == "down" else names.gate_up[0]
         outputs, inputs = len(locations) * location.shape[1], location.shape[2:]
         if kind == "bias":

@@ -59,6 +59,8 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
         raise TokenizerError(f"{file.path}: tokenizer.ggml.model is {shown(kind)}; {known}")
     backend = byte_level(file, tokens) if kind == "gpt2" else sentence_piece(file, tokens)
     types = file.metadata.get("tokenizer.ggml.token_type") or []
+    if not isinstance(types, list) or not all(isinstance(token_type, int) for token_type in types):
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.token_type must be a number for each token: {AGAIN}")
     added: dict[int, list[AddedToken]] = {CONTROL: [], USER_DEFINED: []}
     for text, token_type in zip(tokens, types, strict=False):
         if token_type in added:
@@ -87,7 +89,7 @@ def templates_of(file: GgufFile) -> Any:
 def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """Byte-level BPE. Raises TokenizerError for an unknown pre-tokenizer."""
     pre, merges = file.metadata.get(PRE_KEY, "default"), file.metadata.get("tokenizer.ggml.merges")
-    if pre not in PRE:
+    if not isinstance(pre, str) or pre not in PRE:
         known = f"supported are {', '.join(PRE)}: name the original model's tokenizer with --tokenizer"
         raise TokenizerError(f"{file.path}: {PRE_KEY} is {shown(pre)}; {known}")
     if not isinstance(merges, list) or any(str(merge).count(" ") != 1 for merge in merges):
@@ -111,7 +113,11 @@ def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
 def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """SentencePiece's BPE: the pair whose merged token has the highest score is merged first."""
     scores = file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(tokens)
+        or not all(isinstance(s, int | float) for s in scores)
+    ):
         raise TokenizerError(f"{file.path}: tokenizer.ggml.scores must be a number for each token: {AGAIN}")
     vocab = {text: i for i, text in enumerate(tokens)}
     ranked = []
