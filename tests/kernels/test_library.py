@@ -68,7 +68,7 @@ DAMAGES: dict[str, Callable[[Computer], object]] = {
     "no digest": lambda c: c.file(".sha256").unlink(),
     "empty digest": lambda c: cut(c.file(".sha256"), 0),
     "wrong digest": lambda c: flip(c.file(".sha256")),
-    "not a library, with its digest": lambda c: library.Shelf.open(c.file(".so").stem).keep(b"not a library"),
+    "not a library, with its digest": lambda c: library.LibraryStore.open(c.file(".so").stem).keep(b"not a library"),
     "others may write": lambda c: c.file(".so").chmod(0o666),
     "others may write the digest": lambda c: c.file(".sha256").chmod(0o620),
     "a link": lambda c: link(c.file(".so")),
@@ -86,7 +86,7 @@ def test_a_damaged_library_is_made_anew(computer: Computer, damage: str, caplog:
         assert computer.num_compiled == 2
         restart()
     (said,) = warnings_of(caplog)
-    assert f"{computer.file('.so')} is damaged, or another user could have written it" in said
+    assert f"{computer.file('.so')} is damaged, or another user may write to it" in said
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_planted_library_is_not_run(
         computer.folder / "planted.so",
         f'#include <cstdio>\n__attribute__((constructor)) void run() {{ fopen("{mark}", "w"); }}',
     )
-    library.Shelf.open(computer.file(".so").stem).keep(planted.read_bytes())
+    library.LibraryStore.open(computer.file(".so").stem).keep(planted.read_bytes())
     if foreign == "link to kernels":
         computer.kept.rename(computer.kept.with_name("elsewhere"))
         computer.kept.symlink_to("elsewhere")
@@ -211,7 +211,7 @@ def test_without_a_cache_folder_each_start_compiles_and_says_so(
     assert computer.num_compiled == 1
     (said,) = warnings_of(caplog)
     assert "every start compiles them again" in said
-    assert "Set XDG_CACHE_HOME to a folder of your own" in said
+    assert "set XDG_CACHE_HOME to a folder of your own" in said
     restart()
     assert works()
     assert computer.num_compiled == 2
@@ -265,7 +265,7 @@ def test_a_library_that_nothing_can_load_is_no_library(computer: Computer, caplo
     """Not even from the temporary folder, which may be one without programs."""
     compiles = (computer.folder / "cxx").read_text()
     script(computer.folder / "cxx", compiles.replace(f"cp {computer.library}", "cp /etc/passwd"))
-    with pytest.raises(NoKernels, match=r"cannot be loaded .*: set TMPDIR to a folder for programs"):
+    with pytest.raises(NoKernels, match=r"cannot be loaded .*: set TMPDIR to a folder where programs may run"):
         library.library()
     assert find_sampling_kernels() is None
 

@@ -204,7 +204,7 @@ def test_of_two_programs_that_start_at_once_one_compiles(computer: Computer) -> 
     ],
 )  # fmt: skip
 def test_a_linkers_cause_is_told_and_not_that_it_failed(said: str, cause: str) -> None:
-    assert build.complaint(said) == f" ({cause})"
+    assert build.first_error(said) == f" ({cause})"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -1,12 +1,12 @@
 """The library of compiled kernels in this process: from the wheel, from the user's cache folder, or newly compiled.
 
-A wheel has libraries for several processors in this folder, as trustworthy as this file. Without one for this
-processor, and in a source checkout, the kernels are compiled at first use and stored in the user's cache folder.
+A wheel contains libraries for several processors, next to this file. Without one for this processor, and in a source
+checkout, the kernels are compiled at first use and stored in the user's cache folder.
 
 A library runs with all rights of the user who loads it, and a truncated one kills the process when a missing page is
-accessed. So before a file is loaded, it is checked that the file and its folders belong to this user and are writable
-by nobody else, and that its bytes have the digest stored beside it. A file that fails a check is compiled again. If the
-cache folder cannot be used, every process compiles into its own temporary folder and logs a warning.
+accessed. So a file in the cache is loaded only if it and its folders belong to this user, nobody else may write to
+them, and its bytes have the stored digest; otherwise it is compiled again. If the cache folder cannot be used, every
+process compiles into its own temporary folder and logs a warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from filelock import FileLock
 
 from forerun.annotations import ProgressCallback
 from forerun.kernels.build import TIMEOUT_S, NoKernels, compile_to, compiler, library_name
-from forerun.kernels.variants import wanted
+from forerun.kernels.variants import loadable
 from forerun.store import cache_folder, replace_file
 
 WHEEL = Path(__file__).parent / "lib"
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Library:
-    """The kernels of one process. The result of the first call, a library or an error, is that of all others."""
+    """The kernels of one process. All calls have the result of the first one, a library or an error."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -64,7 +64,7 @@ def process_library() -> Library:
 
 
 def library(progress: ProgressCallback | None = None) -> ctypes.CDLL:
-    """The compiled kernels, compiled now if needed. Raises NoKernels, and DeviceUnavailable for a bad FORERUN_ISA."""
+    """The compiled kernels, compiled if needed. Raises NoKernels, or DeviceUnavailable for an invalid FORERUN_ISA."""
     return process_library().get(progress)
 
 
@@ -72,8 +72,8 @@ def library(progress: ProgressCallback | None = None) -> ctypes.CDLL:
 def warn_of_torch(reason: str) -> None:
     """Warn, once for each reason, that torch's operators are used instead of the kernels."""
     logger.warning(
-        "No compiled kernels: %s. torch's operators compute instead: two to four times as long for a token, and "
-        "another fingerprint. --kernels torch (kernels='torch') asks for them without this warning.",
+        "No compiled kernels: %s. torch's operators are used instead: a token takes two to four times as long, and the "
+        "fingerprint is another. To use them without this warning, set --kernels torch (kernels='torch').",
         reason,
     )
 
@@ -82,10 +82,9 @@ def from_wheel() -> ctypes.CDLL | None:
     """The wheel's library for this processor, or for FORERUN_ISA; None if there is none.
 
     The libraries are not linked to an OpenMP runtime, because its file has another name in every build of torch. They
-    use torch's, whose functions are global once torch is imported; so there is one pool of threads, and the machine
-    needs no other runtime.
+    use torch's runtime, whose functions are global once torch is imported, so both share one pool of threads.
     """
-    for path in (WHEEL / f"{variant.name}.so" for variant in wanted()):
+    for path in (WHEEL / f"{variant.name}.so" for variant in loadable()):
         if path.exists():
             import torch  # noqa: F401
 
@@ -98,50 +97,50 @@ def from_wheel() -> ctypes.CDLL | None:
 
 
 def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
-    """Load the wheel's library, or the stored one, or compile and store it. Raises NoKernels."""
+    """Load the wheel's library, else the stored one, else compile and store it. Raises NoKernels."""
     if (lib := from_wheel()) is not None:
         return lib
     command = compiler()
     name = library_name(command)
     with suppress(OSError):  # `compiled` tries again, and reports it
-        if (lib := Shelf.open(name).load()) is not None:
+        if (lib := LibraryStore.open(name).load()) is not None:
             return lib
     if progress is not None:
         progress("compiling kernels, once on this machine", 0.0)
     try:
         with tempfile.TemporaryDirectory(prefix="forerun-", ignore_cleanup_errors=True) as folder:
-            return compiled(name, command, Path(folder) / f"{name}.so")
+            return compile_and_load(name, command, Path(folder) / f"{name}.so")
     except OSError as error:
         raise NoKernels(
-            f"the compiled library cannot be loaded ({error}): set TMPDIR to a folder for programs"
+            f"the compiled library cannot be loaded ({error}): set TMPDIR to a folder where programs may run"
         ) from error
 
 
-def compiled(name: str, command: str, path: Path) -> ctypes.CDLL:
-    """Compile to `path`, store a copy and load it; if it cannot be stored, load `path` itself, with a warning."""
+def compile_and_load(name: str, command: str, path: Path) -> ctypes.CDLL:
+    """Compile to `path`, and load a stored copy; with a warning, `path` itself if it cannot be stored."""
     try:
-        shelf = Shelf.open(name)
-        with FileLock(shelf.folder / f"{name}.lock", timeout=TIMEOUT_S):
-            if (lib := shelf.load()) is not None:  # another process compiled it while this one waited
+        store = LibraryStore.open(name)
+        with FileLock(store.folder / f"{name}.lock", timeout=TIMEOUT_S):
+            if (lib := store.load()) is not None:  # another process compiled it while this one waited
                 return lib
-            if os.path.lexists(shelf.path):
-                logger.warning("%s is damaged, or another user could have written it: compiling it again.", shelf.path)
+            if os.path.lexists(store.path):
+                logger.warning("%s is damaged, or another user may write to it: compiling it again.", store.path)
             compile_to(path, command)
-            shelf.keep(path.read_bytes())
-            return ctypes.CDLL(str(shelf.path))
+            store.keep(path.read_bytes())
+            return ctypes.CDLL(str(store.path))
     except OSError as error:
         if not path.exists():
             compile_to(path, command)
         logger.warning(
-            "The compiled kernels cannot be kept (%s), so every start compiles them again, which takes seconds. Set "
+            "The compiled kernels cannot be stored (%s), so every start compiles them again, which takes seconds: set "
             "XDG_CACHE_HOME to a folder of your own that you can write to.",
             error,
         )
         return ctypes.CDLL(str(path))
 
 
-class Shelf:
-    """The storage of one library and its digest, in a folder that only this user can write to."""
+class LibraryStore:
+    """Stores one library and its digest, in a folder to which only this user may write."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -149,27 +148,27 @@ class Shelf:
         self.digest = folder / f"{name}.sha256"
 
     @classmethod
-    def open(cls, name: str) -> Shelf:
-        """The shelf in the user's cache folder, which is created. Raises OSError if that is not possible."""
+    def open(cls, name: str) -> LibraryStore:
+        """The store in the user's cache folder, which is created. Raises OSError if that is not possible."""
         folder = cache_folder("kernels")
         for each in (folder.parent, folder):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not (is_ours(each.lstat()) and is_ours(each.stat())):
+            if not (belongs_to_user(each.lstat()) and belongs_to_user(each.stat())):
                 raise PermissionError(f"{each} belongs to another user")
-            if others_write(each.stat()):  # the files in it are checked one by one
+            if others_may_write(each.stat()):  # the files in it are checked one by one
                 each.chmod(stat.S_IMODE(each.stat().st_mode) & ~OTHERS_WRITE)
         return cls(folder, name)
 
     def load(self) -> ctypes.CDLL | None:
-        """The stored library; None if there is none, or it cannot be trusted."""
-        data, digest = own_bytes(self.path), own_bytes(self.digest)
+        """The stored library; None if there is none or it fails a check."""
+        data, digest = trusted_bytes(self.path), trusted_bytes(self.digest)
         if data is not None and digest == digest_of(data):
             with suppress(OSError):
                 return ctypes.CDLL(str(self.path))
         return None
 
     def keep(self, data: bytes) -> None:
-        """Write a library and its digest. `load` rejects the files of a process that dies in between."""
+        """Write a library and its digest. If the process dies in between, `load` rejects the files."""
         replace_file(self.path, data)
         replace_file(self.digest, digest_of(data))
 
@@ -179,21 +178,21 @@ def digest_of(data: bytes) -> bytes:
     return sha256(data).hexdigest().encode()
 
 
-def is_ours(about: os.stat_result) -> bool:
-    """Whether a file or folder belongs to this user; always True on Windows, which protects the folder."""
+def belongs_to_user(about: os.stat_result) -> bool:
+    """Whether a file or folder belongs to this user; True on Windows, which protects the folder itself."""
     return not HAS_OWNERS or about.st_uid == os.geteuid()
 
 
-def others_write(about: os.stat_result) -> bool:
+def others_may_write(about: os.stat_result) -> bool:
     """Whether any other user may write to a file or folder."""
     return HAS_OWNERS and bool(about.st_mode & OTHERS_WRITE)
 
 
-def own_bytes(path: Path) -> bytes | None:
-    """The bytes of a file of this user; None if it is missing or others could have written it."""
+def trusted_bytes(path: Path) -> bytes | None:
+    """The bytes of a file of this user; None if it is missing or other users may write to it."""
     try:
         about = path.lstat()
-        trusted = stat.S_ISREG(about.st_mode) and is_ours(about) and not others_write(about)
+        trusted = stat.S_ISREG(about.st_mode) and belongs_to_user(about) and not others_may_write(about)
         return path.read_bytes() if trusted else None
     except OSError:
         return None

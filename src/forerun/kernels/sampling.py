@@ -1,8 +1,8 @@
-"""The Python interface to the compiled sampling functions: draws, verdicts, ranks, and the check of drafts.
+"""SamplingKernels: the Python interface to the compiled functions that sample, verify, rank and check drafts.
 
-This file passes laws, tensors and host numbers to C and keeps their memory alive. `sampling/transforms.py` defines the
-fields of a law. Each function gives exactly the result of the tensor code that defines it, or reports that it cannot,
-so tokens do not depend on whether the kernels are available.
+This file passes distributions (laws), tensors and numbers to C and keeps their memory alive; `sampling/transforms.py`
+defines the fields of a law. Each function gives exactly the result of the tensor code that defines it, or reports that
+it cannot. So tokens do not depend on whether the kernels are available.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from forerun.kernels.build import NoKernels
 from forerun.kernels.library import library, warn_of_torch
 from forerun.kernels.threads import num_threads
 
-UNKNOWN, UNDECIDED = -2, -3  # instead of a sampled token, as in sampling.cpp; -1 is torch's result without a law
-SLACK = 2.0**-14  # bound of the difference between the kernels' noise and torch's
+UNKNOWN, UNDECIDED = -2, -3  # in place of a sampled token, as in sampling.cpp; -1 is torch's result without a law
+SLACK = 2.0**-14  # an upper bound of the difference between the kernels' noise and torch's
 
 
 class CRowLaw(Structure):
@@ -40,7 +40,7 @@ class CRowLaw(Structure):
     ]
 
     def point_to(self, tables: Mapping[str, array[int] | array[float]]) -> None:
-        """Point to these lists, which the caller keeps alive; lists of the same length share a count."""
+        """Set the pointers to these lists, which the caller keeps alive, and the numbers of their items."""
         for name, table in tables.items():
             setattr(self, name, address(table))
         for name in ("fixed", "ends", "counted", "said"):
@@ -52,9 +52,9 @@ class CRowLaw(Structure):
 class RowLaws:
     """The laws of a round's rows. Ids from `num_ids` on are padding.
 
-    `kept` owns the memory that `rows` point to. Kernels leave samples to torch whose scores are closer than `slack`,
-    which bounds the difference of their noise from torch's. If rows are `constrained` by grammars, masks of the nodes
-    are needed.
+    `kept` owns the memory that `rows` point to. The kernels leave a sample to torch if its two best scores differ by
+    less than `slack`, a bound of the difference between their noise and torch's. If rows are `constrained` by grammars,
+    sampling needs masks of the nodes.
     """
 
     rows: Array[CRowLaw]
@@ -64,25 +64,25 @@ class RowLaws:
     constrained: bool = False
 
     @property
-    def compiled(self) -> bool:
-        """Whether kernels can sample all rows without torch or masks of grammars."""
+    def kernels_suffice(self) -> bool:
+        """Whether the kernels can sample all rows without torch and without grammar masks."""
         return not self.constrained and not any(row.torch_decides for row in self.rows)
 
-    def some(self, rows: Sequence[int]) -> RowLaws:
+    def select(self, rows: Sequence[int]) -> RowLaws:
         """The laws of these rows, in this order."""
         if rows == list(range(len(self.rows))):
             return self
         return replace(self, rows=(CRowLaw * len(rows))(*(self.rows[row] for row in rows)))
 
-    def of(
+    def call_arguments(
         self, logits: Float[Tensor, "nodes vocab"], masks: Int[Tensor, "nodes words"] | None = None
     ) -> tuple[int, float, int, int, int, int, int]:
-        """The first arguments of the C functions that sample: laws, slack, logits, their sizes, and grammar masks.
+        """The first arguments of the C functions that sample: laws, slack, logits, sizes, and grammar masks.
 
-        Logits and masks are contiguous; a mask has a bit for each logit, in int32.
+        Logits and masks must be contiguous; a mask has one bit for each logit, in int32 words.
         """
         count, vocab = logits.shape
-        assert masks is not None or not self.constrained, "a round with grammars draws with masks"
+        assert masks is not None or not self.constrained, "rows with grammars are sampled with masks"
         if masks is not None:
             assert masks.shape == (count, -(-vocab // 32)), (
                 f"masks of {tuple(masks.shape)} for {count} x {vocab} logits"
@@ -93,8 +93,8 @@ class RowLaws:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedGuesses:
-    """Draft tokens and their survival by node, padded with -1 and 0, and the nodes that torch must decide."""
+class OfferedTokens:
+    """Possible draft tokens after each node and their probabilities, padded with -1 and 0; and nodes left to torch."""
 
     tokens: list[list[int]]
     survival: list[list[float]]
@@ -102,9 +102,9 @@ class OfferedGuesses:
 
 
 class SamplingKernels:
-    """The sampling functions of the library. All tensors are contiguous and on the CPU; integers are int64.
+    """The sampling functions of the library. All tensors must be contiguous and on the CPU, and integers int64.
 
-    `slack` is that of all laws. Tests increase it, so that torch decides more samples; that never changes a token.
+    `slack` is used for all laws. Tests increase it so that torch decides more samples, which never changes a token.
     """
 
     slack: ClassVar[float] = SLACK
@@ -130,9 +130,9 @@ class SamplingKernels:
         laws: RowLaws,
         masks: Int[Tensor, "nodes words"] | None = None,
     ) -> array[int]:
-        """The lowest id with the largest score of each node, -1 if torch must decide; scores are as in `offer`."""
+        """The token after each node: the lowest id with the largest score, as in `offer`; -1 if torch must decide."""
         at, chosen = places(rows, paths), zeros(len(rows))
-        self.lib.forerun_choose(*laws.of(logits, masks), address(at), address(chosen), num_threads())
+        self.lib.forerun_choose(*laws.call_arguments(logits, masks), address(at), address(chosen), num_threads())
         return chosen
 
     def offer(
@@ -143,23 +143,23 @@ class SamplingKernels:
         laws: RowLaws,
         width: int,
         masks: Int[Tensor, "nodes words"] | None = None,
-    ) -> OfferedGuesses:
-        """Each node's `width` largest scores (lowest ids first among equals), and their softmax over all scores.
+    ) -> OfferedTokens:
+        """The ids of each node's `width` largest scores (the lowest ids first among equals), and their softmax.
 
-        A node is a row and the draft tokens after its root. Its scores are the logits after the row's transforms plus
-        the noise of its position, without noise if the row is greedy; -inf for ids that its mask excludes. The softmax
-        is approximate: ids that may be outside of a nucleus count as inside.
+        A node is given by its row and the draft tokens from the root to it. Its scores are the logits after the row's
+        transforms, plus the noise of its position unless the row is greedy; -inf for ids that its mask excludes. The
+        softmax, over all scores, is approximate: ids at the edge of a nucleus count as inside.
         """
         count = len(rows)
         tokens, undecided, survival = zeros(count * width), zeros(count), array("f", bytes(4 * count * width))
         at, out = places(rows, paths), (address(tokens), address(survival), address(undecided))
         threads = num_threads()
-        num_undecided = self.lib.forerun_offer(*laws.of(logits, masks), address(at), width, *out, threads)
+        num_undecided = self.lib.forerun_offer(*laws.call_arguments(logits, masks), address(at), width, *out, threads)
         starts = range(0, count * width, width)
-        return OfferedGuesses(
+        return OfferedTokens(
             [tokens[start : start + width].tolist() for start in starts],
             [survival[start : start + width].tolist() for start in starts],
-            [i for i, unsure in enumerate(undecided) if unsure] if num_undecided else [],
+            [i for i, is_undecided in enumerate(undecided) if is_undecided] if num_undecided else [],
         )
 
     def judge(
@@ -174,23 +174,23 @@ class SamplingKernels:
     ) -> Int[Tensor, "batch verdict"] | None:
         """The verdict by coupled sampling: for each row the accepted length, the next token, then the path, root first.
 
-        Only nodes on accepted paths are sampled. `drawn` has an entry for every node, padding included: tokens that
-        were sampled already, UNKNOWN elsewhere; it receives the samples. If torch must decide a sample, it is marked
-        UNDECIDED, and the result is None.
+        Only nodes on accepted paths are sampled. `drawn` has an entry for every node, padding included: the token that
+        was sampled after it already, or UNKNOWN; it receives the new samples. A sample that torch must decide becomes
+        UNDECIDED there, and the result is None.
         """
         batch, columns = tokens.shape
         verdict = torch.empty(batch, depth + 3, dtype=torch.int64)
         tree = tokens.data_ptr(), parents.data_ptr(), batch, columns
         out = address(drawn), verdict.data_ptr()
-        undecided = self.lib.forerun_judge(*laws.of(logits, masks), *tree, depth, *out, num_threads())
+        undecided = self.lib.forerun_judge(*laws.call_arguments(logits, masks), *tree, depth, *out, num_threads())
         assert undecided >= 0, f"{len(logits)} rows of logits for a tree of {int((tokens >= 0).sum())} nodes"
         return None if undecided else verdict
 
     def rank(
         self, values: Float[Tensor, "rows vocab"], tokens: Int[Tensor, " rows"], top: int
     ) -> tuple[Int[Tensor, " rows"], Int[Tensor, "rows {top}"]] | None:
-        """Each token's rank among its row's values, from 1, and the ids of the `top` largest; lowest ids first among
-        equals. None if a row has NaN, or fewer values above -inf."""
+        """The rank of each token among its row's values, from 1, and the ids of the `top` largest values; the lowest id
+        comes first among equals. None if a row contains NaN, or fewer than `top` values above -inf."""
         count, vocab = values.shape
         ranks, ids = torch.empty(count, dtype=torch.int64), torch.empty(count, top, dtype=torch.int64)
         out, threads = (ranks.data_ptr(), ids.data_ptr()), num_threads()
@@ -205,9 +205,9 @@ class SamplingKernels:
         limits: Sequence[tuple[int, int, int]],
         bounds: tuple[int, int, int],
     ) -> Iterator[list[list[int]]] | None:
-        """Valid nodes, their parents and tokens by row, if all rows are trees within their limits; else None.
+        """The valid nodes, their parents and their tokens by row, if all rows are trees within their limits; else None.
 
-        `limits` are (depth, width, nodes) by row; `bounds` are (depth, width, vocabulary) for all rows.
+        `limits` are (depth, width, nodes) of each row, and `bounds` (depth, width, vocabulary) of all rows.
         """
         batch, columns = tokens.shape
         flat, stride = array("q", [number for limit in limits for number in limit]), 1 + 3 * columns
@@ -220,7 +220,7 @@ class SamplingKernels:
 
 
 def places(rows: Sequence[int], paths: Sequence[Sequence[int]]) -> array[int]:
-    """The nodes after these paths of draft tokens in these rows, packed for the C functions."""
+    """Nodes, given by their rows and their paths of draft tokens, packed for the C functions."""
     return array("q", [*rows, *map(len, paths), *itertools.chain(*paths)])
 
 
@@ -230,18 +230,18 @@ def zeros(count: int) -> array[int]:
 
 
 def address(numbers: array[int] | array[float]) -> int:
-    """The address of an array's numbers, valid while the array lives."""
+    """The address of an array's numbers, valid as long as the array exists and keeps its length."""
     return numbers.buffer_info()[0]
 
 
 @cache
 def opened(lib: ctypes.CDLL) -> SamplingKernels:
-    """The SamplingKernels of a library, made once."""
+    """The SamplingKernels of a library, one object for each."""
     return SamplingKernels(lib)
 
 
 def find_sampling_kernels() -> SamplingKernels | None:
-    """The sampling kernels, compiled if needed; None, with a warning, if that is not possible."""
+    """The sampling kernels, compiled if needed; None, with a warning, if there are none."""
     try:
         return opened(library())
     except NoKernels as error:

@@ -1,8 +1,8 @@
-"""The number of threads of the compiled kernels, chosen so that none waits for a core that another program uses.
+"""The number of threads of the compiled kernels: at most the number of cores that other programs leave free.
 
-All threads of a pass wait for the slowest. If the system preempts one for some milliseconds, as beside a busy program,
-fewer threads finish sooner: on two cores beside such a program, one thread gave four times as many tokens per second as
-two. The number of threads never changes a result.
+All threads of a pass wait for the slowest one. If another busy program makes the system preempt one for some
+milliseconds, fewer threads finish sooner: on two cores, one of them busy, one thread gave four times as many tokens per
+second as two. The number of threads never changes a result.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pathlib import Path
 
 import torch
 
-PERIOD_S = 0.2  # between two measurements: the system counts in hundredths of a second
-RECENT_S = 1.0  # longest interval that still describes the present load
+PERIOD_S = 0.2  # between two measurements: the system counts CPU time in hundredths of a second
+RECENT_S = 1.0  # the longest interval between measurements that shows the present load
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-FEW_ROWS = 32  # with more, threads compute for longer than a time slice, and all cores are used
-PAUSE_SOFT = 1  # OpenMP's omp_pause_soft: threads end, settings stay
+FEW_ROWS = 32  # passes of more rows last longer than a time slice, and use all cores
+PAUSE_SOFT = 1  # OpenMP's omp_pause_soft: ends threads, keeps settings
 STAT, CPU_MAX = Path("/proc/stat"), Path("/sys/fs/cgroup/cpu.max")
 USER, NICE, SYSTEM, IRQ, SOFTIRQ, STEAL = 1, 2, 3, 6, 7, 8  # columns of a core's line, see proc(5)
 
 
 @dataclass
 class FreeCores:
-    """Measures how many of the cores that this process may use are not used by others.
+    """Measures how many of the cores that this process may use are not used by other processes.
 
-    Processes of lower priority do not count, since they are preempted. `clock` and `process_s` return the current time
-    and this process's CPU time, in seconds; `helpers` are process ids whose CPU time counts as this process's. If the
-    system has no such statistics, as on macOS, all cores are free.
+    Processes of lower priority do not count, since they are preempted. `clock` and `process_s` return the time and this
+    process's CPU time in seconds. `helpers` are ids of processes whose CPU time counts as this process's. If the system
+    has no such statistics, as on macOS, all cores count as free.
     """
 
     stat: Path = STAT
@@ -42,8 +42,8 @@ class FreeCores:
     clock: Callable[[], float] = time.monotonic
     process_s: Callable[[], float] = time.process_time
     num_threads: int = 0  # the last result; 0: none yet
-    next_s: float = -math.inf
-    seen: tuple[float, float] | None = None  # time of the last measurement, and the CPU time of others until then
+    next_s: float = -math.inf  # the time of the next measurement
+    last: tuple[float, float] | None = None  # the time of the last measurement, and the CPU time of others until then
     cores: frozenset[int] = field(default_factory=frozenset)
     helpers: set[int] = field(default_factory=set)
 
@@ -51,23 +51,23 @@ class FreeCores:
         """The number of threads to use: at most `most`, fewer if cores are busy or a quota allows fewer; at least 1."""
         now_s = self.clock()
         if now_s >= self.next_s or not self.num_threads:
-            self.look(now_s)
+            self.measure(now_s)
         return max(1, min(most, self.num_threads))
 
-    def look(self, now_s: float) -> None:
-        """Measure how many cores others kept busy since the last measurement; 0 if that was long ago."""
+    def measure(self, now_s: float) -> None:
+        """Set `num_threads` by the CPU time that others used since the last measurement, unless that was long ago."""
         self.next_s = now_s + PERIOD_S
         cores, others_s = allowed_cores(), self.others_s()
-        busy, then_s, before_s = 0, *(self.seen or (-math.inf, 0.0))
+        busy, then_s, before_s = 0, *(self.last or (-math.inf, 0.0))
         if others_s is not None and cores == self.cores and 0 < now_s - then_s <= RECENT_S:
             busy = round((others_s - before_s) / (now_s - then_s))
-        self.cores, self.seen = cores, None if others_s is None else (now_s, others_s)
+        self.cores, self.last = cores, None if others_s is None else (now_s, others_s)
         self.num_threads = max(1, min(len(cores) - max(0, busy), self.quota()))
 
     def others_s(self, stolen: bool = False) -> float | None:
-        """CPU time of other processes on this one's cores; None if the system has no statistics.
+        """The CPU time of other processes on this process's cores; None if the system has no statistics.
 
-        `stolen`: including the time that the host of a virtual machine has given to others.
+        `stolen`: whether to include the time that a virtual machine's host gave to other machines.
         """
         try:
             lines = [line.split() for line in self.stat.read_text().splitlines() if line.startswith("cpu")]
@@ -80,7 +80,7 @@ class FreeCores:
         return ticks / TICKS_PER_S - self.process_s()
 
     def quota(self) -> int:
-        """The container's CPU quota in cores, rounded up; all cores without a quota."""
+        """The container's CPU quota in cores, rounded up; without a quota, the number of cores."""
         try:
             most, period = self.cpu_max.read_text().split()
             return math.ceil(int(most) / int(period))
@@ -89,12 +89,12 @@ class FreeCores:
 
 
 def ticks_of(process: int) -> int:
-    """The CPU time of another process in clock ticks; 0 if it has ended."""
+    """The CPU time of a process in clock ticks; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
-    return int(fields[11]) + int(fields[12])  # in user mode and in the system, see proc(5)
+    return int(fields[11]) + int(fields[12])  # utime and stime, see proc(5)
 
 
 def allowed_cores() -> frozenset[int]:
@@ -111,17 +111,17 @@ def free_cores() -> FreeCores:
 
 
 def num_threads(num_rows: int = 1) -> int:
-    """The number of threads for a compiled kernel with this many rows now: at most torch's setting."""
+    """The number of threads for a compiled kernel with this many rows at present; at most torch's setting."""
     most = torch.get_num_threads()
     return most if num_rows > FEW_ROWS else free_cores().threads(most)
 
 
 def end_idle_threads() -> None:
-    """End the OpenMP threads of the calling thread; when it computes again, it starts new ones.
+    """End the OpenMP threads of the calling thread, which starts new ones when it computes again.
 
-    libgomp, which torch and the compiled kernels use, counts the threads of all callers, also of idle ones. If there
-    are more than cores, threads sleep whenever they wait for each other, and a pass of a small model takes twice as
-    long. So a thread calls this before another thread takes over.
+    A thread calls this before another thread takes over. libgomp, which torch and the compiled kernels use, counts the
+    threads of all callers, idle ones too. If they are more than cores, threads sleep whenever they wait for each other,
+    and a pass of a small model takes twice as long.
     """
     if hasattr(os, "RTLD_NOLOAD"):
         with suppress(OSError, AttributeError):  # another OpenMP library is loaded, or an old libgomp

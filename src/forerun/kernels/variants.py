@@ -1,8 +1,8 @@
 """The instruction-set variants of the kernels, and which of them this machine can run.
 
 A wheel has one library for each variant of its architecture. A library must never run on a processor that lacks one of
-its instructions, so a variant is chosen by the processor's features, never by trying. FORERUN_ISA selects a variant
-instead of the best one; `native` is a library compiled for this very processor.
+its instructions, so the processor's features decide which variants may be loaded. FORERUN_ISA selects one of them in
+place of the best; `native` is a library compiled for this very processor.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant of the library: `features` are the processor features that it needs, as named in /proc/cpuinfo.
+    """A variant of the library. `features` are the processor features that it needs, as named in /proc/cpuinfo.
 
-    `instructions` is the name that the library reports. Libraries with the same name give the same bits, from any
-    compiler, so fingerprints contain this name only.
+    `instructions` is the name that the library reports. Libraries that report the same name give the same bits, with
+    any compiler, so fingerprints contain only this name. `tiles`: it uses the tile registers of AMX.
     """
 
     name: str
@@ -50,8 +50,7 @@ V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 VNNI, BF16 = V4 | {"avx512_vnni"}, V4 | {"avx512_vnni", "avx512_bf16"}
 WIDE = ("-march=x86-64-v4", "-mavx512vnni")
 
-# The best first.
-VARIANTS = (
+VARIANTS = (  # the best first
     Variant(
         "amx",
         "x86_64",
@@ -83,13 +82,13 @@ def processor() -> bytes:
 
 
 def features() -> frozenset[str]:
-    """The features of this processor, as named in /proc/cpuinfo."""
+    """The features of this processor, as named in /proc/cpuinfo; empty if they are unknown."""
     return frozenset(processor().decode(errors="replace").partition(":")[2].split())
 
 
 @cache
 def grants_tiles() -> bool:
-    """Whether the system permits this process to use the registers of AMX; a process must request it once."""
+    """Whether the system permits this process to use AMX's tile registers, which it must request once."""
     refused: int = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA)
     return refused == 0
 
@@ -99,7 +98,7 @@ def runnable() -> list[Variant]:
     return [variant for variant in VARIANTS if variant.runs_here()]
 
 
-def asked_for() -> str | None:
+def requested_isa() -> str | None:
     """The value of FORERUN_ISA: a variant that runs here, or `native`; None if it is not set.
 
     Raises DeviceUnavailable for any other value.
@@ -108,16 +107,16 @@ def asked_for() -> str | None:
     possible = [*(variant.name for variant in runnable()), NATIVE]
     if not name or name in possible:
         return name or None
-    raise DeviceUnavailable(f"{SETTING}={name} is not possible: this processor can run {' and '.join(possible)}")
+    raise DeviceUnavailable(f"{SETTING}={name} cannot be used: this processor can run {' and '.join(possible)}")
 
 
-def wanted() -> list[Variant]:
+def loadable() -> list[Variant]:
     """The variants that may be loaded from a wheel, the best first: all that run here, or that of FORERUN_ISA."""
-    asked = asked_for()
-    return [variant for variant in runnable() if asked in (None, variant.name)]
+    requested = requested_isa()
+    return [variant for variant in runnable() if requested in (None, variant.name)]
 
 
 def flags_here() -> tuple[str, ...]:
-    """The compiler flags for this machine: for this very processor, or for the variant of FORERUN_ISA."""
-    asked = asked_for()
-    return next((variant.flags for variant in VARIANTS if variant.name == asked), NATIVE_FLAGS)
+    """The compiler flags for this very processor, or for the variant of FORERUN_ISA."""
+    requested = requested_isa()
+    return next((variant.flags for variant in VARIANTS if variant.name == requested), NATIVE_FLAGS)

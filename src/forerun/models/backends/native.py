@@ -286,13 +286,13 @@ class NativeExecutor:
         if draws.rejection or reads_states != (self.entry is not None):
             return None
         laws = draws.row_laws
-        return partial(self.draw_chains, laws) if laws is not None and laws.compiled else None
+        return partial(self.draw_chains, laws) if laws is not None and laws.kernels_suffice else None
 
     def draw_chains(
         self, laws: RowLaws, begin: ChainStarts, cache: PagedCache, states: Float[Tensor, "starts depth hidden"] | None
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         """A ChainDrawer's function, with the laws of all rows of the round."""
-        laws, embedding, head_ids = laws.some([s.row for s in begin.starts]), self.parts.embedding, begin.head_ids
+        laws, embedding, head_ids = laws.select([s.row for s in begin.starts]), self.parts.embedding, begin.head_ids
         depths, min_survival = [s.depth for s in begin.starts], array("f", [s.min_survival for s in begin.starts])
         has_survival = any(min_survival)
         before, logits = (None if each is None else each.float().contiguous() for each in (begin.states, begin.logits))
