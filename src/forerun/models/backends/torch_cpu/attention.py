@@ -1,9 +1,9 @@
 """Attention over the cache by torch, one root-to-leaf path at a time, with bits independent of the rest of the batch.
 
-Keys are padded to a multiple of 512 (masked), and queries to a multiple that a check at load finds: then torch's
-attention kernel gives a query the same bits for any number of other queries. The multiple depends on head size, dtype
-and processor (mostly 4; 8 or 16 for large heads in float32 with AMX). If no multiple works, queries are read in blocks
-of a fixed size. Sliding windows are masks; they never shift the kernel's inputs.
+Keys are padded to a multiple of 512 and masked. Queries are padded to a multiple for which a check finds that torch's
+attention kernel gives a query the same bits for any number of other queries: mostly 4; 8 or 16 for large heads in
+float32 with AMX. If there is none, queries are computed in blocks of a fixed size. Sliding windows are masks, which never
+shift the kernel's inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.models.batch import KEY_PAD, AttentionPath, QueryRule
 QUERY_PADS = (4, 8, 16)
 BLOCK_QUERIES = 8
 CHECK_QUERIES = 512
-CHECK_KEYS = 600  # two blocks of keys, the second one mostly padding
+CHECK_KEYS = 600  # two blocks of 512 keys, of which the second is mostly padding
 
 
 def attend(
@@ -35,10 +35,10 @@ def attend(
     sinks: Float[Tensor, " heads"] | None = None,
     cap: float | None = None,
 ) -> Float[Tensor, "total heads head_dim"]:
-    """The attention output of each query; the keys and values of all queries are in the cache already.
+    """The attention output of each query; the keys and values of all queries must be in the cache.
 
     `sinks` are extra scores, one for each query head, which take weight but have no value. `cap` soft-caps the scores.
-    Performs the copies of the paths in the cache, so the paths of a sequence must be in order.
+    The copies of paths change the cache, so the paths of a sequence are computed in their order.
     """
     out = torch.empty_like(q)
     for path in paths:
@@ -63,8 +63,8 @@ def attend_path(
     sinks: Float[Tensor, " heads"] | None = None,
     cap: float | None = None,
 ) -> Float[Tensor, "padded heads head_dim"]:
-    """Attention of one path. Query heads that share a key head become further rows, so keys are read once; a sink
-    becomes one more key with value zero."""
+    """Attention of one path. Query heads that share a key head become rows, so that keys are read once; a sink becomes
+    a key with value zero."""
     rows, heads, head_dim = q.shape
     kv_heads = len(keys)
     group = heads // kv_heads
@@ -90,12 +90,12 @@ def attend_capped(
 ) -> Float[Tensor, "kv_heads rows head_dim"]:
     """Attention with soft-capped scores, which torch's kernel does not support.
 
-    It is computed in float32, KEY_PAD keys at a time, so that further keys do not change sums.
+    It is computed in float32, KEY_PAD keys at a time, so that additional keys do not change sums.
     """
     scale, shape = q.shape[2] ** -0.5, (*q.shape[:2], KEY_PAD)
     scores = [
-        soft_capped((q.float() @ block.float().transpose(1, 2) * scale).flatten(0, 1), cap).view(shape) + seen
-        for block, seen in zip(keys.split(KEY_PAD, 1), mask.float().split(KEY_PAD, 2), strict=True)
+        soft_capped((q.float() @ block.float().transpose(1, 2) * scale).flatten(0, 1), cap).view(shape) + masked
+        for block, masked in zip(keys.split(KEY_PAD, 1), mask.float().split(KEY_PAD, 2), strict=True)
     ]
     top = torch.stack([block.amax(2, keepdim=True) for block in scores]).amax(0)
     out, total = torch.zeros_like(q, dtype=torch.float32), q.new_zeros(*q.shape[:2], 1, dtype=torch.float32)
@@ -129,7 +129,7 @@ def queries_are_independent(
     v: Float[Tensor, "kv_heads keys head_dim"],
     cap: float | None = None,
 ) -> bool:
-    """Compare queries with the same queries `pad` at a time, for all small numbers of queries and some larger ones."""
+    """Whether queries have the same bits as `pad` at a time, for all small numbers of queries and some larger ones."""
     counts = [*range(pad, 65, pad), 112, 208, CHECK_QUERIES]
     last = k.shape[1] - 1
     k, v = (functional.pad(t, (0, 0, 0, -t.shape[1] % KEY_PAD)) for t in (k, v))

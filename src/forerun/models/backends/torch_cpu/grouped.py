@@ -1,9 +1,9 @@
-"""Group-quantized weights, as checkpoints store them, and the definition of the product that kernels compute.
+"""GroupedWeight: group-quantized weights, as checkpoints store them, and the product that kernels compute with them.
 
 A weight is an integer times its group's scale, in some formats plus the group's lowest value. Activations are rounded
-to 8 bits in groups of 32, each with its own scale, so that a large value costs precision only in its group. The sum of
-a group is exact; it is rounded to float32, multiplied by both scales and added to the sums of earlier groups, followed
-by the lowest value times the sum of the inputs. So every implementation gives the same bits.
+to 8 bits in groups of 32 with a scale each, so that a large value costs precision only in its group. The integer sum of
+a group is exact; it is rounded to float32, multiplied by both scales and added to the sum of earlier groups, and then
+the lowest value times the sum of the inputs is added. So every implementation gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ FORMS = ((4, 32), (8, 32), (8, 16))  # (bits, inputs of a group) that kernels su
 
 
 class GroupForm(NamedTuple):
-    """The form of weights in groups: bits of a number, inputs of a group, whether groups have a lowest value, whether
-    scales need more bits than float16 has (`wide`), and the bits of a number on GPUs, if others.
-
-    `bits` 0: only GPUs multiply them.
-    """
+    """The form of group-quantized weights: bits of a number (0: only GPUs support them), inputs of a group, whether
+    groups have a lowest value (`has_least`), whether scales need more bits than float16 has (`wide`), and the bits of a
+    number on GPUs, if different."""
 
     bits: int
     size: int
@@ -38,7 +36,7 @@ class GroupForm(NamedTuple):
     gpu_bits: int = 0
 
     def num_bytes(self, on_gpu: bool = False) -> float:
-        """Bytes of a weight, 0 if it cannot stay in groups. GPUs have the scales of 8-bit numbers in float32."""
+        """Bytes of a weight; 0 if it cannot stay in groups. On GPUs, 8-bit numbers have float32 scales."""
         bits = self.gpu_bits or self.bits if on_gpu else self.bits
         factor_bits = 32 if self.wide or (on_gpu and bits == 8) else 16
         return (bits + factor_bits * (1 + self.has_least) / self.size) / 8 if bits else 0.0
@@ -46,9 +44,9 @@ class GroupForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """`weight[o, i] = scales[o, i // size] * numbers[o, i] + least[o, i // size]`.
+    """`weight[o, i] = scales[o, i // size] * numbers[o, i] + least[o, i // size]`; `least` None: 0.
 
-    Numbers of 4 bits are from -8 to 7 without `least`, and from 0 to 15 with it; those of 8 bits may be FP8.
+    Numbers of 4 bits are from -8 to 7 without `least`, and from 0 to 15 with it; numbers of 8 bits may be FP8.
     """
 
     numbers: Shaped[Tensor, "outputs inputs"]
@@ -63,12 +61,12 @@ class GroupedWeight:
         return replace(self, scales=self.scales * factor, least=least)
 
     def __getitem__(self, rows: Tensor | slice) -> GroupedWeight:
-        """These outputs, in this order."""
+        """The weights of these outputs, in this order."""
         least = None if self.least is None else self.least[rows]
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], least=least)
 
     def in_form(self, bits: int, size: int, has_least: bool) -> GroupedWeight:
-        """These weights with at least as many bits, and groups of at most as many inputs."""
+        """The same weights in a form with more bits, smaller groups or lowest values."""
         repeats = self.size // size
         scales = self.scales.repeat_interleave(repeats, 1)
         least = None if self.least is None else self.least.repeat_interleave(repeats, 1)
@@ -80,7 +78,7 @@ class GroupedWeight:
 
     @classmethod
     def joined(cls, parts: Sequence[GroupedWeight]) -> GroupedWeight:
-        """Several weights concatenated along the outputs, in a form that fits them all."""
+        """Several weights, concatenated along the outputs, in a form that can hold all of them."""
         bits, size = max(p.bits for p in parts), min(p.size for p in parts)
         bits, has_least = bits if (bits, size) in FORMS else 8, any(p.least is not None for p in parts)
         alike = [part.in_form(bits, size, has_least) for part in parts]

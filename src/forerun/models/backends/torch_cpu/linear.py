@@ -1,14 +1,14 @@
-"""Linear layers whose rows do not affect each other.
+"""Batch-invariant linear layers by torch's operators.
 
-This file decides how a weight matrix is laid out and multiplied so that (1) a pass over several tokens costs about as
-much as one token, and (2) a row's result depends neither on the other rows nor on their number: a token gives the same
-bits alone, in a batch, in a draft and in a prompt chunk.
+A layer must meet two conditions: (1) a pass over several tokens costs about as much as one token, and (2) a row's
+result depends neither on the other rows nor on their number, so that a token has the same bits alone, in a batch, in a
+draft and in a prompt chunk.
 
-Torch's operators are used in one of two forms. oneDNN's prepacked weights meet both conditions from two rows up to a
-number that depends on shape, format and processor (with AMX, bfloat16 sums of more than 512 terms change their order
-beyond 32 rows); more rows are multiplied in pieces. Where packing is missing, wrong or refused (bfloat16 on AVX2
-raises; Arm and macOS have none), rows are multiplied in blocks of a fixed size, which is invariant by construction. A
-check at load tests every number of rows that will be used on this machine, and chooses.
+oneDNN's prepacked weights meet both from two rows up to a number that depends on shape, format and processor (with AMX,
+bfloat16 sums of more than 512 terms have another order beyond 32 rows); more rows are multiplied in pieces. If packing
+is missing, wrong or refused (bfloat16 on AVX2 raises; Arm and macOS have none), rows are multiplied in fixed-size
+blocks, which is batch-invariant by construction. A check tests every number of rows that is used on this machine, and
+chooses between the two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTS = sorted({padded_rows(rows) for rows in range(1, MAX_ROWS + 1)})
 
 
 class PackedLinear:
-    """A weight prepacked by oneDNN; two rows at least, and `max_rows` at a time. The plain weight is not kept."""
+    """A weight prepacked by oneDNN, for two rows or more, at most `max_rows` at a time."""
 
     def __init__(self, weight: WeightMatrix, bias: Bias | None, max_rows: int = MAX_ROWS) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK_ROWS)
@@ -41,7 +41,7 @@ class PackedLinear:
         self.apply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        assert len(x) >= MIN_ROWS, "a single row would take another kernel and get other bits"
+        assert len(x) >= MIN_ROWS, "for a single row oneDNN uses another kernel, with other bits"
         if len(x) <= self.max_rows:
             return self.multiply(x)
         return torch.cat([self.multiply(piece) for piece in x.split(self.max_rows)])
@@ -53,7 +53,7 @@ class PackedLinear:
 
 
 class BlockedLinear:
-    """Every product has exactly BLOCK_ROWS rows, the last block padded with zeros."""
+    """Every product has BLOCK_ROWS rows; the last block is padded with zeros."""
 
     def __init__(self, weight: WeightMatrix, bias: Bias | None) -> None:
         self.weight = weight
@@ -68,7 +68,7 @@ class BlockedLinear:
 
 @dataclass(frozen=True, slots=True)
 class CappedLinear:
-    """A layer with outputs soft-capped to `limit`, in float32."""
+    """A layer whose outputs are soft-capped to `limit`, in float32."""
 
     linear: Linear
     limit: float
@@ -78,7 +78,7 @@ class CappedLinear:
 
 
 def make_linear(weight: WeightMatrix, bias: Bias | None = None, quantize: Quantization | None = None) -> Linear:
-    """The fastest layer for this weight whose rows are independent on this machine, quantized if asked."""
+    """The fastest layer for this weight that is batch-invariant on this machine."""
     if quantize == "int4":
         return Quantized4Linear(weight, bias)
     if quantize == "int8":
@@ -101,10 +101,10 @@ def packing_available(weight: Tensor) -> bool:
 
 @cache
 def trusted_rows(outputs: int, inputs: int, dtype: torch.dtype, biased: bool, num_threads: int) -> int:
-    """The most rows (whole blocks, or 0) that a packed layer of this kind multiplies batch-invariantly, tested once.
+    """The most rows, in multiples of BLOCK_ROWS, for which a packed layer of this shape is batch-invariant; 0: none.
 
-    Fewer than EXACT_ROWS count as 0, since the remaining block could be a single row. `num_threads` is torch's setting,
-    on which the result may depend.
+    Fewer than EXACT_ROWS count as 0, since the last piece could be a single row. `num_threads` is torch's setting, on
+    which the result may depend.
     """
     x, weight = cancelling_product(MAX_ROWS, outputs, inputs, dtype)
     try:

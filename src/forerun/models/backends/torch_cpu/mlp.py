@@ -1,7 +1,7 @@
 """The MLPs of a layer by torch's operators: dense ones and mixtures of experts.
 
-The bits of a row do not depend on other rows: each expert multiplies its rows in one call, in a linear layer whose rows
-are independent, and a token sums the outputs of its experts in the order of its own ranking.
+The bits of a row do not depend on other rows: each expert multiplies its rows in one call of a batch-invariant linear
+layer, and a token sums the outputs of its experts in the order of its own ranking.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from forerun.device import is_cpu
 from forerun.models.layer import LANES, GatedMlp, Mlp, Router
 from forerun.models.rows import pad_rows, padded_rows
 
-SERIAL_ELEMENTS = 32_767  # torch splits larger elementwise functions over threads, at any element
+SERIAL_ELEMENTS = 32_767  # torch splits elementwise functions of more elements over threads, at any element
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts of each token, by descending weight, their weights, and the gate of the shared expert."""
+    """Each token's experts, by descending weight, their weights, and the weight of the shared expert (or None)."""
 
     experts: Int[Tensor, "tokens active"]
     weights: Float[Tensor, "tokens active"]
@@ -31,7 +31,7 @@ class Routes:
 
 
 def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple[Float[Tensor, "rows hidden"], int]:
-    """The MLP's output for normed rows, of which the first `num_tokens` are tokens; and how many experts were read."""
+    """The MLP's output for normed rows, of which the first `num_tokens` are tokens; and the number of experts read."""
     if mlp.router is None:
         assert mlp.dense is not None, "a layer without a router has a dense MLP"
         return run_gated(mlp.dense, x), 0
@@ -46,7 +46,7 @@ def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple
 
 
 def run_gated(mlp: GatedMlp, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-    """The output of one MLP; the number of rows must be one of `padded_rows`."""
+    """The output of one MLP; the number of rows must be a result of `padded_rows`."""
     activation = gelu if mlp.gelu else functional.silu
     if mlp.plain:
         return mlp.down(by_rows(activation, mlp.gate_up(x)))
@@ -54,8 +54,8 @@ def run_gated(mlp: GatedMlp, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "
     if mlp.clamp is None:
         return mlp.down(by_rows(activation, gate) * up)
     gate = gate.clamp(max=mlp.clamp.limit)
-    turned = gate * by_rows(torch.sigmoid, gate * mlp.clamp.alpha)
-    return mlp.down(turned * (up.clamp(-mlp.clamp.limit, mlp.clamp.limit) + 1))
+    activated = gate * by_rows(torch.sigmoid, gate * mlp.clamp.alpha)
+    return mlp.down(activated * (up.clamp(-mlp.clamp.limit, mlp.clamp.limit) + 1))
 
 
 def soft_capped(x: Float[Tensor, "rows width"], limit: float) -> Float[Tensor, "rows width"]:
@@ -65,17 +65,17 @@ def soft_capped(x: Float[Tensor, "rows width"], limit: float) -> Float[Tensor, "
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x * Phi(x), Phi by a tanh. Hendrycks and Gimpel 1606.08415, section 2."""
+    """x * Phi(x), with Phi approximated by a tanh. Hendrycks and Gimpel 1606.08415, section 2."""
     return functional.gelu(x, approximate="tanh")
 
 
 def choose_experts(router: Router, x: Float[Tensor, "rows hidden"], num_tokens: int) -> Routes:
-    """The routes of the first `num_tokens` rows, in float32."""
+    """The routes of the first `num_tokens` rows, computed in float32."""
     return routes_of(router, router.linear(x)[:num_tokens].float())
 
 
 def routes_of(router: Router, logits: Float[Tensor, "tokens outputs"]) -> Routes:
-    """The routes from the outputs of the router's layer, in float32."""
+    """The routes for these outputs of the router's layer."""
     ranked = logits[:, : router.count].sort(dim=1, descending=True, stable=True)
     powers = by_rows(torch.exp, in_lanes(ranked.values - ranked.values[:, :1], -torch.inf))
     chosen = powers[:, : router.active]
@@ -88,7 +88,7 @@ def routes_of(router: Router, logits: Float[Tensor, "tokens outputs"]) -> Routes
 def run_experts(
     experts: Sequence[GatedMlp], x: Float[Tensor, "rows hidden"], chosen: Int[Tensor, "tokens active"]
 ) -> tuple[Float[Tensor, "tokens active hidden"], int]:
-    """The outputs of each token's experts, each expert's rows in one call; and the number of experts with rows."""
+    """The outputs of each token's experts, computed expert by expert; and the number of experts that were read."""
     active = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
@@ -101,7 +101,7 @@ def run_experts(
 
 
 def in_lanes(x: Float[Tensor, "rows width"], value: float) -> Float[Tensor, "rows padded"]:
-    """The rows padded to a multiple of LANES columns."""
+    """The rows with columns of `value` appended, up to a multiple of LANES."""
     return functional.pad(x, (0, -x.shape[1] % LANES), value=value)
 
 
@@ -117,8 +117,8 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Float[Tensor, "rows width"]
     """Apply an elementwise function such that the bits of a row depend on that row alone; the width must be a multiple
     of LANES.
 
-    Torch's vector code and its scalar tail round exp differently. Whole vectors in each row, and blocks too small to be
-    split over threads, keep all elements in vector code (otherwise 4 % of elements differ at width 172). A GPU has no
+    torch's vector code and its scalar tail round exp differently: 4 % of elements differ at width 172. With entire
+    vectors in each row, and in blocks too small to be split over threads, all elements are in vector code. A GPU has no
     such tails.
     """
     rows, width = x.shape

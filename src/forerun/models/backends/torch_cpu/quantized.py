@@ -1,9 +1,9 @@
-"""Linear layers with 8-bit or 4-bit weights: weights are quantized per output or group, activations per row.
+"""Linear layers with 8-bit or 4-bit weights, quantized per output or group; activations are quantized per row.
 
-With 8 bits the sums are over integers and exact in any order. With 4 bits a weight is an integer from -8 to 7 with a
-scale for each group of 32 inputs of an output. The sum of a group is exact too, with at most 15 significant bits, and a
-scale is a bfloat16 with 8, so their product is exact in float32. Only the addition of groups rounds, in a fixed order.
-So every implementation of either gives the same bits, and rows are independent. A 4-bit weight takes 4.5 bits.
+With 8 bits the sums are over integers, exact in any order. With 4 bits a weight is an integer from -8 to 7, with a
+scale for each group of 32 inputs of an output: 4.5 bits in total. The integer sum of a group has at most 15 significant
+bits, and a scale, a bfloat16, has 8, so their product is exact in float32; only the addition of groups rounds, in a
+fixed order. So every implementation gives the same bits, and a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from forerun.annotations import Float, Int8
 from forerun.models.layer import Bias, WeightMatrix
 
 LARGEST_INT8 = 127
-EXACT_TERMS = 2**24 // LARGEST_INT8**2  # products whose sum is exact in float32, in any order
-BLOCK_WEIGHTS = 1 << 19  # weights that are float32 at a time, so that they stay in a cache for the product
+EXACT_TERMS = 2**24 // LARGEST_INT8**2  # a float32 sum of so many products is exact, in any order
+BLOCK_WEIGHTS = 1 << 19  # weights converted to float32 at a time, so that they stay in a cache for the product
 GROUP = 32
 LOWEST, HIGHEST = -8, 7
-# Candidates for the value of a group's largest weight, before clipping. On the bundled target -8 alone has 8 % more
-# squared error than the best of these. Adding -9.0, -9.5 and 8.2 reduces it by 1 %, but not the held-out loss.
+# What a group's largest weight may be divided by to get the scale. On the bundled target -8 alone has 8 % more squared
+# error than the best of these. Adding -9.0, -9.5 and 8.2 reduces it by 1 %, but not the held-out loss.
 STEPS = (-8.0, 7.0, -7.5, -7.0, -8.6, -9.4)
-LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, 2.0**112  # between these, products with sums are exact
+LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, 2.0**112  # between these, scale times sum is exact
 BLOCK_GROUPS = 1 << 13  # groups quantized at a time on a CPU, so that temporaries stay in a cache
 
 
 class QuantizedLinear:
-    """8-bit weights, one scale per output, times 8-bit activations, one scale per row; about a byte per weight.
+    """8-bit weights with a scale per output, times 8-bit activations with a scale per row.
 
-    Row i gives `round(x[i] / s[i]) @ round(w[o] / t[o]) * t[o] * s[i] + bias[o]`, the sum over integers, then in
-    float32, in this order. Scales map the largest magnitude to 127. oneDNN multiplies if it can; otherwise float32
-    does, over so few terms at a time that it is exact too, so the bits are the same.
+    Row i gives `round(x[i] / s[i]) @ round(w[o] / t[o]) * t[o] * s[i] + bias[o]`: a sum of integers, then in float32,
+    in this order. Scales map the largest magnitude to 127. oneDNN computes the sums if it can (`packed`); otherwise
+    float32 sums of so few terms that they are exact give the same bits.
     """
 
     def __init__(self, weight: WeightMatrix, bias: Bias | None, packed: bool = True) -> None:
@@ -61,14 +61,14 @@ class QuantizedLinear:
 
 
 def quantize_rows(x: Float[Tensor, "rows width"]) -> tuple[Int8[Tensor, "rows width"], Float[Tensor, "rows 1"]]:
-    """Integers of magnitude at most LARGEST_INT8, and each row's scale in float32, whose product approximates x."""
+    """Integers of magnitude at most LARGEST_INT8, and a float32 scale for each row; their product approximates x."""
     wide = x.float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST_INT8).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide * scales.reciprocal()).round_().to(torch.int8), scales
 
 
 def in_short_sums(whole: Int8[Tensor, "rows inputs"]) -> Int8[Tensor, "sums rows terms"]:
-    """The columns in equal groups of at most EXACT_TERMS, zero-padded if they do not divide evenly."""
+    """The columns in groups of equal size, at most EXACT_TERMS; the last group is zero-padded."""
     inputs = whole.shape[1]
     terms = -(-inputs // -(-inputs // EXACT_TERMS))
     return functional.pad(whole, (0, -inputs % terms)).view(len(whole), -1, terms).transpose(0, 1)
@@ -79,8 +79,8 @@ def exact_product(
 ) -> Float[Tensor, "rows outputs"]:
     """`x @ weight.T`, each sum exact and rounded once, to float32.
 
-    Weights are converted to float32 a block of outputs at a time. Converting the whole matrix to float64 in every pass
-    took tens of times as long: it moves eight bytes for each weight through memory, twice.
+    Weights are converted to float32 a block of outputs at a time. Converting the entire matrix to float64 in every pass
+    took tens of times as long, since it moves eight bytes for each weight through memory, twice.
     """
     terms, (num_sums, outputs, width) = in_short_sums(x).float(), weight.shape
     product = torch.empty(len(x), outputs)
@@ -108,10 +108,10 @@ def quantized_packing_is_exact() -> bool:
 
 
 class Quantized4Linear(QuantizedLinear):
-    """4-bit weights, one scale per group, times 8-bit activations, one scale per row; 4.5 bits per weight.
+    """4-bit weights with a scale per group, times 8-bit activations with a scale per row.
 
     Row i gives `sum over groups g of (round(x[i] / s[i])[g] @ w[o, g]) * t[o, g]`, summed in float32 in ascending
-    order, then `* s[i] + bias[o]`. This is the definition; the compiled kernels give the same bits.
+    order, then `* s[i] + bias[o]`. This is the definition, whose bits the compiled kernels also give.
     """
 
     def __init__(self, weight: WeightMatrix, bias: Bias | None) -> None:
@@ -123,7 +123,7 @@ class Quantized4Linear(QuantizedLinear):
         self.bias = None if bias is None else bias.float()
 
     def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        """The groups' sums times their scales, added; weights are converted to float32 a block of outputs at a time."""
+        """The sum over groups; weights are converted to float32 a block of outputs at a time."""
         num_groups, outputs, _ = self.halves.shape
         padded = functional.pad(whole, (0, num_groups * GROUP - whole.shape[1]))
         x = padded.view(len(whole), num_groups, GROUP).transpose(0, 1).float()
@@ -141,11 +141,11 @@ class Quantized4Linear(QuantizedLinear):
 def quantize_groups(
     weight: Float[Tensor, "outputs inputs"],
 ) -> tuple[Int8[Tensor, "outputs inputs"], Float[Tensor, "outputs groups"]]:
-    """Integers from LOWEST to HIGHEST and each group's scale, which may be negative; their product approximates the
-    weight.
+    """Integers from LOWEST to HIGHEST, and a scale for each group, which may be negative; their product approximates
+    the weight.
 
-    Each group takes the candidate scale with the smallest sum of squared errors, the first among equals. A group with
-    non-finite values gets a NaN scale. The result does not depend on the machine.
+    Of the scales by STEPS, a group gets the one with the smallest sum of squared errors, the first among equals. A
+    group with non-finite values gets a NaN scale. The result does not depend on the machine.
     """
     outputs, inputs = weight.shape
     groups = functional.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
@@ -155,7 +155,7 @@ def quantize_groups(
 
 
 def round_groups(x: Float[Tensor, "within groups"]) -> tuple[Int8[Tensor, "within groups"], Float[Tensor, " groups"]]:
-    """Whole numbers and scales, as `quantize_groups` has them, of groups in columns: their sums add whole rows."""
+    """The integers and scales of `quantize_groups`, for groups in columns, so that sums add entire rows."""
     high, low = x.amax(0), x.amin(0)
     largest = torch.where(high >= -low, high, low)
     best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
@@ -172,6 +172,6 @@ def round_groups(x: Float[Tensor, "within groups"]) -> tuple[Int8[Tensor, "withi
 
 
 def usable_scales(scales: Float[Tensor, " groups"]) -> Float[Tensor, " groups"]:
-    """The nearest scales that bfloat16 holds and whose products with sums are exact; not a number if not finite."""
+    """The nearest scales in bfloat16 whose products with sums are exact; NaN for scales that are not finite."""
     bounded = scales.abs().bfloat16().float().clamp(LEAST_SCALE, MOST_SCALE).copysign(scales)
     return bounded.where(scales.isfinite(), torch.nan)
