@@ -1,12 +1,12 @@
 """PassAhead and ChainsAhead: the next round's pass or chains, launched before the host has the verdict.
 
-If nothing is drafted, the next round reads the token that each sequence samples in this round, and the device knows it
-before the host does. So the device starts the next pass while the host still finishes the round. The next round uses
-the outputs if it needs exactly this pass; otherwise they are discarded, and the keys and values that the pass wrote lie
-after the committed text, where later passes overwrite them.
+Without drafts, the next round reads the token that each sequence samples in this round, which the device knows before
+the host. So the device starts the next pass while the host still finishes the round. The next round uses the outputs if
+it needs exactly this pass; otherwise they are discarded, and later passes overwrite the keys and values of the pass,
+which are after the committed text.
 
-If chains are drafted, the next chains start after the tokens that the verdict accepts. The host lays them out as if no
-draft token were accepted, and the device adds the number of accepted ones to their positions.
+With drafts, the next chains start after the tokens that the verdict accepts. The host lays them out as if no draft
+token were accepted, and the device adds the number of accepted tokens to their positions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from forerun.models.chains import ChainStart, VerifiedChains
 from forerun.models.decoder import Outputs
 from forerun.sampling.draws import Draws
 
-PAUSE = 32  # rounds without a pass ahead after an unused one, which has cost as much as a round
-CHAINS_PAUSE = 4  # rounds without chains ahead after unused ones, which have cost less
+PAUSE = 32  # rounds without a pass ahead after an unused one, which costs as much as a round
+CHAINS_PAUSE = 4  # rounds without chains ahead after unused ones, which cost less
 
 
 @dataclass(frozen=True, slots=True)

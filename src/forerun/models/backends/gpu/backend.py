@@ -1,7 +1,7 @@
 """GpuBackend: linear layers on a GPU, by cuBLAS or by batch-invariant Triton kernels.
 
-This file chooses between them. cuBLAS selects a kernel by the number of rows, and with it the order of summation: the
-same token read alone or beside others differs in its last bits. `OneGemmLinear` sums over the inputs in one fixed
+This file chooses between them. cuBLAS selects a kernel, and with it the order of summation, by the number of rows, so a
+token alone and the same token in a batch differ in their last bits. `OneGemmLinear` sums over the inputs in one fixed
 order, so the bits of a row depend on that row alone.
 """
 

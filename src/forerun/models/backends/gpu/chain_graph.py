@@ -1,12 +1,13 @@
-"""ChainGraph: drafts whole chains in one captured graph, by a draft model, by layers that read states or by heads.
+"""ChainGraph: drafts entire chains in one captured graph, by a draft model, by layers that read states, or by heads.
 
-The graph alternates sampling and passes without a launch by the host in between. Layers that read states (EAGLE, MTP)
-first read their unread text with the target's states, and each draft token with their own output at its parent; layers
-on top of others read the states of these, in the same graph. Heads that predict several positions need no pass between
-two tokens, and at most one over mask tokens before the first. All that depends on a request is in tensors.
+The graph alternates sampling and passes, without launches by the host. Layers that read states (EAGLE, MTP) first read
+their unread text with the target's states, and then each draft token with their own output at its parent. Layers on top
+of other layers read the output states of these, in the same graph. Heads that predict several positions need no pass
+between two tokens, and at most one pass, over mask tokens, before the first. All values that depend on a request are in
+tensors.
 
-The deepest chains come first; at each step the rows of finished ones are padding. So a graph also serves shorter chains
-and fewer rows than it was captured for. Its result is the round's tree on the device.
+The deepest chains come first, and in each step the rows of finished chains are padding. So a graph also serves shorter
+chains and fewer rows than it was captured for. Its result is the round's tree on the device.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ class ChainGraph:
         texts: UnreadTexts | None,
         heads: ParallelHeads | None = None,
     ) -> Chains | None:
-        """Draft chains after logits, after texts (which stay in the cache) or by heads; None if no graph or room fits.
+        """Draft chains after logits, after texts (which stay in the cache) or by heads; None if that is not possible.
 
-        Draft tokens are not masked by grammars, since the host does not know them. Survival is not computed, so
-        starts with `min_survival` are refused, as are rejection modes.
+        It is not possible in rejection modes, with a `min_survival`, since survival is not computed, without room in
+        the cache, or if no graph fits. Grammars do not mask draft tokens, since the host does not know the tokens.
         """
         if draws.rejection or type(draws) is not Draws or any(start.min_survival for start in starts):
             return None
@@ -264,7 +265,7 @@ class ChainGraph:
         judged = []
         for first, i in zip(firsts, order, strict=True):
             count = places.num_predicted(starts[i].depth)
-            judged += [first + places.first + guess for guess in range(count)] + [0] * (each - count)
+            judged += [first + places.first + i for i in range(count)] + [0] * (each - count)
         return layout, judged
 
     def shape_of(self, needed: ChainShape) -> ChainShape | None:
@@ -293,8 +294,8 @@ class ChainGraph:
         if heads is None:
             passes |= {f"pass {level}": Shape(rows, 0, rows, keys) for level in range(shape.depth - 1)}
         elif heads.places is not None and (count := heads.places.count(shape.depth)):
-            num_guesses = rows * heads.places.num_predicted(shape.depth)
-            passes["places"] = Shape(power_of_two(rows * count), 0, num_guesses, keys)
+            num_predicted = rows * heads.places.num_predicted(shape.depth)
+            passes["places"] = Shape(power_of_two(rows * count), 0, num_predicted, keys)
         sizes = row_sizes(rows, shape.steps, vocab)
         names = "keys", "positions", "begins", "roots", "chains", "depths", "advance"
         sizes |= dict.fromkeys(names, ((rows,), np.dtype(np.int64)))
@@ -345,10 +346,10 @@ class ChainGraph:
                 logits = heads.logits(head_inputs, path)
             assert logits is not None, "chains begin with logits, text or heads"
             at = PathState(row, drawn, tables["positions"] + advance + level)
-            guesses = next_tokens(draws, logits, at)
-            drawn = torch.cat([drawn, guesses], dim=1)
+            latest = next_tokens(draws, logits, at)
+            drawn = torch.cat([drawn, latest], dim=1)
             if level < len(buffers.passes):
-                step, tokens = buffers.passes[level].advanced(advance), self.ids.model_ids(guesses[:, 0]).clamp_min(0)
+                step, tokens = buffers.passes[level].advanced(advance), self.ids.model_ids(latest[:, 0]).clamp_min(0)
                 step.columns["tokens"].copy_(tokens)
                 if below is not None:
                     step.states = states_below(below, buffers.below[1 + level], tokens)
@@ -382,13 +383,13 @@ def states_below(below: ReadingRunner, step: Inputs, tokens: Int[Tensor, " rows"
 
 
 def nodes_of(
-    guesses: Int[Tensor, "chains depth"],
+    draft_tokens: Int[Tensor, "chains depth"],
     roots: Int[Tensor, " rows"],
     chains: Int[Tensor, " rows"],
     depths: Int[Tensor, " rows"],
 ) -> Int[Tensor, "2 rows nodes"]:
     """Tokens and parents of the round's rows, as in a DraftTree: a chain ends at its depth or before a token of -1."""
-    drafted, steps = guesses[chains], torch.arange(guesses.shape[1], device=guesses.device)
+    drafted, steps = draft_tokens[chains], torch.arange(draft_tokens.shape[1], device=draft_tokens.device)
     inside = ((drafted >= 0) & (steps < depths[:, None])).long().cumprod(1) > 0
     no_parent = torch.full_like(roots, -1)[:, None]
     tokens = torch.cat([roots[:, None], torch.where(inside, drafted, -1)], dim=1)

@@ -53,10 +53,10 @@ class ChainShape(NamedTuple):
 class Buffers:
     """The static tensors of one chain graph; the tables in `packed` are filled in one copy.
 
-    Tables: those of the sampling transforms (`RoundTables.arrays`) and of each pass; for each chain `keys` of its
-    noise, `positions` of its first draft token, its root (`begins`), and the tokens by which it starts later than these
-    say (`advance`, 0 unless the device sets it); for each row of the round its root (`roots`), the index of its chain
-    (`chains`) and the depth of that (`depths`, 0 without one).
+    Tables: those of the sampling transforms (`RoundTables.arrays`) and of each pass; for each chain the key of its
+    noise (`keys`), the position of its first draft token (`positions`), its root (`begins`), and the number of tokens
+    by which it starts later (`advance`, 0 unless the device sets it); for each row of the round its root (`roots`), the
+    index of its chain (`chains`), and the depth of that chain (`depths`, 0 without one).
 
     Chains start from `first` (logits, or the states that heads read), or from a pass over `text` with the target's
     states, `features`. Mask tokens (`places`) are read after it. Layers below read roots and draft tokens in the passes

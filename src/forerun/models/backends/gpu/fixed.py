@@ -107,7 +107,7 @@ class Layout:
 class Inputs:
     """The tables of a pass on the device: views of one buffer, which `fill` sets in one copy.
 
-    With `states` the layers read these instead of the tokens' embeddings, or beside them. The buffer may be part of a
+    With `states`, the layers read these instead of the tokens' embeddings, or with them. The buffer may be part of a
     larger one, `flat`, which several passes share.
     """
 

@@ -1,7 +1,7 @@
-"""The GPU memory that passes and verdicts need beside weights and caches, for the memory plan.
+"""The GPU memory that passes and verdicts need in addition to weights and caches, for the memory plan.
 
 The temporary tensors of captured graphs lie in the graphs' memory pool, which all graphs of a model share in turn;
-computations outside of graphs need memory beside it. `tests/models/test_gpu_memory.py` compares these estimates with
+computations outside of graphs need other memory. `tests/models/test_gpu_memory.py` compares these estimates with
 measured use.
 """
 
@@ -39,7 +39,7 @@ USUAL_PASSES = PassSizes(rows=784, judged=272, drafted=16)  # with the default e
 
 
 def scratch_bytes(config: ModelConfig, size: int, passes: PassSizes, vocab: int, unpacks: bool) -> int:
-    """Bytes of the graphs' buffers and pool, and of the most that is held beside them, for a dtype of `size` bytes.
+    """Bytes of the graphs' buffers and pool, and of the largest other tensors, for a dtype of `size` bytes.
 
     `unpacks`: weights are quantized in groups, and dequantized for passes of many rows.
     """
@@ -47,7 +47,7 @@ def scratch_bytes(config: ModelConfig, size: int, passes: PassSizes, vocab: int,
     rows = max(few_rows(passes.rows), -(-passes.rows // STEP) * STEP)
     one_pass = pass_bytes(config, size, rows, max(judged, STEP), vocab, unpacks)
     in_graphs = max(one_pass, verdict_bytes(vocab))
-    warm_up = logits * passes.judged + verdict_bytes(vocab)  # before a capture, with a round's logits beside it
+    warm_up = logits * passes.judged + verdict_bytes(vocab)  # before a capture, while a round's logits exist
     outside = max(one_pass, warm_up, int(OUTSIDE * logits * passes.judged))
     kept = logits * (max(LOGITS_ROWS, judged) + 1) + rows * (rows // STEP + 2) * config.hidden * size
     return kept + in_graphs + outside + TABLES_BYTES

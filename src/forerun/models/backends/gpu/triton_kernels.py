@@ -16,7 +16,7 @@ import triton.language as tl
 BLOCK_KEYS = 64
 SIZES = ("rows", "num_blocks", "num_splits", "workers", "window", "first_kv_head", "first_head", "query_rope_start",
          "key_rope_start", "pairs")  # fmt: skip
-# Options of every launch. By default the compiler may fuse a multiplication with an addition, and decides anew for each
+# Options of every launch. By default the compiler may fuse a multiplication with an addition, and decides this for each
 # variant of a kernel, so the bits of a row would depend on whether its pass has paths, windows or norms.
 OPTIONS = {"enable_fp_fusion": False}
 

@@ -49,7 +49,7 @@ HEAT = Steps(greedy=True, sampled=True, heat=True)
 
 
 def verdict_bytes(vocab: int) -> int:
-    """Bytes of work space of the verdict graphs, beside the logits; their tables take a few MB more."""
+    """Bytes of work space of the verdict graphs, without the logits; their tables take a few MB more."""
     return WORK * ROWS_AT_ONCE * max(vocab, LEAST_PAIRS // MOST_PAIRS) * torch.float32.itemsize
 
 

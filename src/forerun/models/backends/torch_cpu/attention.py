@@ -2,8 +2,8 @@
 
 Keys are padded to a multiple of 512 and masked. Queries are padded to a multiple for which a check finds that torch's
 attention kernel gives a query the same bits for any number of other queries: mostly 4; 8 or 16 for large heads in
-float32 with AMX. If there is none, queries are computed in blocks of a fixed size. Sliding windows are masks, which never
-shift the kernel's inputs.
+float32 with AMX. If there is none, queries are computed in blocks of a fixed size. Sliding windows are masks: they
+never shift the kernel's inputs.
 """
 
 from __future__ import annotations
