@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
-from forerun.kernels.build import NoKernels, attempt, compiler
+from forerun.kernels.build import NoKernels, run_compiler, compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
 from forerun.models.backends.native_check import find_kernels
 from forerun.models.backends.torch_cpu.linear import PackedLinear
@@ -122,7 +122,7 @@ def multiplier(quantize: str | None) -> Callable[[], float]:
     with tempfile.TemporaryDirectory() as folder:
         library, source = Path(folder) / "peaks.so", Path(__file__).with_name("peaks.cpp")
         flags = ["-O2", "-march=x86-64-v3", "-fopenmp", "-fPIC", "-shared"]
-        attempt([compiler(), *flags, str(source), "-o", str(library)], library)
+        run_compiler([compiler(), *flags, str(source), "-o", str(library)], library)
         multiply = ctypes.CDLL(str(library)).multiply
     multiply.restype = ctypes.c_double
     return partial(multiply, LOOPS[quantize], torch.get_num_threads())
