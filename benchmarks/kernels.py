@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
-from forerun.kernels.build import NoKernels, run_compiler, compiler
+from forerun.kernels.build import NoKernels, compiler, run_compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
 from forerun.models.backends.native_check import find_kernels
 from forerun.models.backends.torch_cpu.linear import PackedLinear

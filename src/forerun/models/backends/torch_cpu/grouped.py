@@ -66,7 +66,7 @@ class GroupedWeight:
         return replace(self, numbers=self.numbers[rows], scales=self.scales[rows], least=least)
 
     def in_form(self, bits: int, size: int, has_least: bool) -> GroupedWeight:
-        """The same weights in a form with more bits, smaller groups or lowest values."""
+        """These weights in a form with more bits, smaller groups or lowest values."""
         repeats = self.size // size
         scales = self.scales.repeat_interleave(repeats, 1)
         least = None if self.least is None else self.least.repeat_interleave(repeats, 1)
