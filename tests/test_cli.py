@@ -415,7 +415,7 @@ def test_an_adapter_goes_with_an_exit(tmp_path: Path) -> None:
     assert drafted["stats"]["num_accepted"] == spelt["stats"]["num_accepted"] > 0
     for draft in ((), ("-d", "ngram"), ("-d", "early-exit"), ("-d", "early-exit:2:a"), ("-d", "cascade[ngram,ngram]")):
         said = refusal(*common, *draft, "--adapter", "DIR")
-        assert said.startswith("error: --adapter DIR goes with --draft early-exit:E alone")
+        assert said.startswith("error: --adapter DIR needs --draft early-exit:E")
     assert "exit_layer is 2" in refusal(*common, "--draft", "early-exit:3", "--adapter", str(folder))
 
 

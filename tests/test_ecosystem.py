@@ -54,10 +54,10 @@ def test_keywords_of_requests_are_answered_too() -> None:
             await front.generate("Once", **words)
 
     for call in [*calls, lambda **words: asyncio.run(ask(**words))]:
-        with pytest.raises(InvalidRequest, match="lora_request: 'mine' is not served here: forerun has no LoRA"):
+        with pytest.raises(InvalidRequest, match="lora_request: 'mine' is not supported: forerun has no LoRA"):
             call(lora_request="mine")
         with pytest.raises(
-            InvalidRequest, match=r'prompt_token_ids: \[1, 2\] is not served here: give {"prompt_token_ids"'
+            InvalidRequest, match=r'prompt_token_ids: \[1, 2\] is not supported: give {"prompt_token_ids"'
         ):
             call(prompt_token_ids=[1, 2])
         with pytest.raises(UnknownKeyword, match="has no keyword 'samplingparams': did you mean 'sampling_params'"):
@@ -75,7 +75,7 @@ def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> No
     [
         (
             {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size: 2 is not served here: forerun runs a model on one device",
+            "pipeline_parallel_size: 2 is not supported: forerun runs a model on one device",
         ),
         ({"quantization": "awq"}, "quantization: 'awq' .*quantize=\"int8\""),
         ({"max_num_batched_tokens": 4096}, "max_num_batched_tokens: 4096 .* use chunk_tokens"),
@@ -84,9 +84,9 @@ def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> No
         ({"enforce_eager": "x" * 500}, "enforce_eager: .x+...x+. is not served"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization: 0 must be a share above 0"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 must be a share above 0"),
-        ({"gpu_memory_utilization": 0.5, "memory_bytes": 10**9}, "gpu_memory_utilization: memory_bytes says the same"),
-        ({"speculative_config": NGRAM, "draft": "ngram"}, "speculative_config: it says what drafts and how far"),
-        ({"speculative_config": NGRAM, "speculation": 3}, "speculative_config: it says what drafts and how far"),
+        ({"gpu_memory_utilization": 0.5, "memory_bytes": 10**9}, "gpu_memory_utilization: memory_bytes has the same meaning"),
+        ({"speculative_config": NGRAM, "draft": "ngram"}, "speculative_config: it sets drafter and depth"),
+        ({"speculative_config": NGRAM, "speculation": 3}, "speculative_config: it sets drafter and depth"),
         ({"speculative_config": NGRAM, "pipeline_parallel_size": 4}, "pipeline_parallel_size: 4"),
         ({"generation_config": "no/such/folder"}, "generation_config: 'no/such/folder' must be 'auto'"),
         ({"seed": 2**64}, "seed: 18446744073709551616 "),

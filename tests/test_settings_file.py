@@ -87,7 +87,7 @@ def test_hyphens_are_as_good_as_underscores_and_repeatable_options_take_a_text(t
     [
         ('modle = "x"', "there is no option 'modle': did you mean 'model'?"),
         ("qwertz = 1", "there is no option 'qwertz': the options are"),
-        ("model = [1]", "model is [1]: it must be a text, a number or true"),
+        ("model = [1]", "model is [1]: use a text, a number, true or false"),
         ("[draft]\nname = 'x'", "draft is {'name': 'x'}"),
         ("model = ", "is not TOML"),
     ],

@@ -58,7 +58,7 @@ def test_a_journal_goes_on_wherever_it_was_cut(entries: list[dict[str, object]],
 @pytest.mark.parametrize("text", ['{"some": "thing"}\n', "notes of mine", "notes\nof mine", "[1]\n"])
 def test_what_is_no_journal_of_this_kind_is_refused_and_stays(text: str, fresh: bool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text)
-    with pytest.raises(InvalidRequest, match=r"state: .*/file is no journal of a test: name another file"):
+    with pytest.raises(InvalidRequest, match=r"state: .*/file is not a journal of a test: name another file"):
         opened(tmp_path / "file", fresh=fresh)
     assert files_in(tmp_path) == {"file": text}
 

@@ -1,9 +1,9 @@
 """forerun: exact speculative decoding.
 
-A small drafter guesses the next tokens of a large language model, the large model checks all guesses in one pass, and
-the answer is exactly the one that the large model gives alone, but sooner.
+A fast drafter drafts the next tokens of a large language model, and the model verifies all of them in one pass. The
+answer is exactly the model's own, but takes less time.
 
-Names are imported when they are first used, so that `forerun --help` need not wait for torch.
+Names are imported at first use, so that `forerun --help` does not wait for torch.
 """
 
 from importlib import import_module
@@ -61,7 +61,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported from its module the first time that it is asked for."""
+    """A public name, imported from its module at first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
@@ -69,5 +69,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What the module has, the names that are not imported yet included."""
+    """All names of the module, including those that are not imported yet."""
     return sorted({*globals(), *__all__})

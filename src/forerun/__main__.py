@@ -1,16 +1,16 @@
 """The `forerun` command, also as `python -m forerun`.
 
-Until a command begins its work, Ctrl-C ends the process at once and without a message: there is nothing to save yet,
-and an interrupted import would print a long traceback. For the same reason this file imports nothing of the package
-that takes time.
+Until a command starts its work, Ctrl-C ends the process at once and without a message: there is nothing to save yet,
+and an interrupted import would print a long traceback. For the same reason this file imports nothing that takes time
+before it sets the handler.
 """
 
 import os
 import signal
 
 INTERRUPTED = 130
-# How often threads look before they sleep at a barrier. The usual 300,000 times are a millisecond: where another
-# program has one of the cores, its turn and the waiting thread's go by for nothing, and decoding takes twice as long.
+# How often a thread polls a barrier before it sleeps. The default, 300,000 times, takes a millisecond: if another
+# program uses one of the cores, threads waste that time in turn, and decoding takes twice as long.
 SPINS = "4000"
 
 
@@ -24,9 +24,9 @@ def main() -> None:
 
 
 def wait_briefly() -> None:
-    """Let OpenMP's threads wait for each other awake for a short time only, unless the user has said how they wait.
+    """Let OpenMP's threads poll for a short time only before they sleep, unless the user has set OMP_WAIT_POLICY.
 
-    GNU's OpenMP, which torch for Linux has and kernels are compiled with, reads this when torch is imported.
+    GNU's OpenMP, which torch for Linux and forerun's kernels use, reads the variable when torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

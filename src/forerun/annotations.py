@@ -1,7 +1,7 @@
 """Shape annotations for public functions: `Float[Tensor, "batch nodes vocab"]`.
 
-They are jaxtyping's where it is installed, and tests check them at run time. Where it is not installed, an annotation
-is the bare type of the array, so that the package works without it.
+They are jaxtyping's if it is installed, and tests check them at run time. Otherwise an annotation is the type of the
+array without its shape.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = ["Bool", "Float", "Int", "Int8", "ProgressCallback", "Shaped"]
 
-ProgressCallback = Callable[[str, float], None]  # (what is going on, fraction done)
+ProgressCallback = Callable[[str, float], None]  # (description of the work, finished fraction)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int, Int8, Shaped

@@ -1,7 +1,6 @@
 """The output of the command line: tokens coloured by origin, and a card of the run.
 
-This file decides colours and wording. Where the output is not a colour terminal, and with NO_COLOR set, text has no
-colours.
+This file decides colours and wording. There are no colours if the output is not a colour terminal or NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ THOUGHT = Style(dim=True)
 
 @dataclass(frozen=True, slots=True)
 class AnswerTiming:
-    """How long an answer took; `first_s` until its first token, `total_s` until its last."""
+    """The times of an answer: `first_s` until its first token, `total_s` until its last."""
 
     num_tokens: int
     first_s: float
@@ -40,13 +39,13 @@ class AnswerTiming:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens over the whole time, the reading of the prompt included."""
+        """Tokens over the total time, prefill included."""
         return self.num_tokens / self.total_s if self.total_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What gave an answer: the models, how they were run, and the label under which the same tokens are promised."""
+    """Everything that an answer depends on: the models, how they run, and the fingerprint of identical results."""
 
     model: str
     draft: str | None
@@ -55,22 +54,22 @@ class Setting:
     seed: int
     format: str
     kernels: str
-    measured: str  # against what else could compute; empty where that was not measured
+    measured: str  # how fast `kernels` are compared with the alternatives; empty if not measured
     num_threads: int
     fingerprint: str
-    forecast: str = ""  # how much drafting was expected to give; empty where that was not measured
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's own, of requests that say nothing
+    forecast: str = ""  # the predicted speed-up; empty if not measured
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's default sampling parameters
 
 
 class Painter:
-    """Writes an answer to standard output as it comes: coloured on a colour terminal, plain anywhere else."""
+    """Streams an answer to standard output, coloured on a colour terminal."""
 
     def __init__(self, console: Console, plain: bool) -> None:
         self._console = console
         self.colours = not plain and console.color_system is not None and not console.no_color
 
     def write(self, text: str, origin: Origin, *, thought: bool = False) -> None:
-        """One piece of text, at once; what the model thought is dim, whatever its origin."""
+        """Write a piece of text at once; reasoning (`thought`) is dim, whatever its origin."""
         if self.colours:
             style = THOUGHT if thought else STYLES[origin]
             text = style.render(text, color_system=ColorSystem.STANDARD)
@@ -109,12 +108,12 @@ def run_card(
 ) -> RenderableType:
     """The facts of a run, as a table of two columns; for a mix also the counts of each of its `drafters`.
 
-    `ended` says why the answer ended, where there is one answer.
+    `ended` is the reason why the answer ended, for a run with one answer.
     """
     card = fact_table()
     card.add_row("model", setting.model)
     drafts = f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding"
-    card.add_row("draft", Text(drafts))  # brackets are no markup here
+    card.add_row("draft", Text(drafts))  # as Text, so that brackets are not read as markup
     if setting.forecast:
         card.add_row("", setting.forecast)
     card.add_row("verification", setting.verification)
@@ -136,8 +135,8 @@ def run_card(
         card.add_row("acceptance", share)
         card.add_row("  by depth", " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth))
         for number, counts in sorted(stats.drafters.items()):
-            guesses = f", {counts.num_accepted} of {counts.num_drafted} accepted" if counts.num_drafted else ""
-            line = f"{drafters[number]} in {counted(counts.num_rounds, 'round')}{guesses}"
+            accepted = f", {counts.num_accepted} of {counts.num_drafted} accepted" if counts.num_drafted else ""
+            line = f"{drafters[number]} in {counted(counts.num_rounds, 'round')}{accepted}"
             card.add_row("" if number != min(stats.drafters) else "  by drafter", Text(line))
     for i, line in enumerate(plan):
         card.add_row("" if i else "plan", line)
@@ -151,7 +150,7 @@ def run_card(
 
 
 def _origin_counts(origins: Sequence[Origin]) -> Text:
-    """How many tokens came from where, each in its colour: the legend of the text above."""
+    """The number of tokens of each origin, each in its colour: the legend of the text above."""
     counts = Counter(origins)
     shown = [Text(f"{counts[o]} {o.value}", STYLES[o]) for o in STYLES if counts[o]]
     return Text(", ").join(shown) if shown else Text("none")

@@ -1,7 +1,7 @@
-"""What models are: of one, whether and how it runs here and what drafts for it; and the models that this machine has.
+"""Facts about models: whether and how a model runs here, its drafters, and which models this machine has.
 
-Nothing is loaded: a model is judged by its configuration and by the headers of its tensors. Models that a machine has
-are those that ship with forerun, those in the hub's cache, and GGUF files that were used before.
+Nothing is loaded: only the configuration and the headers of tensors are read. The models of a machine are those that
+ship with forerun, those in the hub's cache, and GGUF files that were used before.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from forerun.store import cache_folder
 from forerun.text.files import template_of
 from forerun.text.tokenizer import Tokenizer
 
-SMALLER = 3  # times fewer parameters a draft model has
-HUB_FOLDER = "models--"  # what folders of the hub's cache begin with
+SMALLER = 3  # a draft model has at most one third of the target's parameters
+HUB_FOLDER = "models--"  # prefix of folders in the hub's cache
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """A drafter that fits a model: how `--draft` spells it, and what is known of it."""
+    """A drafter that fits a model: its specification for `--draft`, and a description."""
 
     draft: str
     about: str
@@ -42,8 +42,8 @@ class DrafterFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model is, and how it runs here. `number_format` is that of the weights as they are held, `kernels` what
-    computes them. Sizes are in bytes, `context` in tokens."""
+    """The facts of a model and how it runs here. `number_format` is the format of the weights in memory, `kernels` the
+    backend that computes with them; `token_bytes` is the size of a token in the KV cache, `context` is in tokens."""
 
     name: str
     folder: str
@@ -58,12 +58,12 @@ class ModelFacts:
     drafters: Sequence[DrafterFacts]
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON."""
+        """The facts as a JSON object."""
         return asdict(self) | {"commands": list(self.commands)}
 
     @property
     def commands(self) -> Iterator[str]:
-        """Command lines that run the model here, to be typed as they stand."""
+        """Command lines that run the model here."""
         name = f'"{self.name}"' if " " in self.name else self.name
         if self.has_chat_template:
             yield f"forerun chat --model {name} --draft {AUTO_DRAFT}"
@@ -73,7 +73,7 @@ class ModelFacts:
 
 
 def facts_of(spec: ModelSpec) -> ModelFacts:
-    """What this model is. Raises ModelError for one that cannot be run, and InvalidRequest for a wrong option."""
+    """The facts of a model. Raises ModelError for a model that cannot run here, InvalidRequest for a wrong option."""
     target = Blueprint.of(spec)
     memory, tokenizer = target.memory, target.tokenizer()
     return ModelFacts(
@@ -92,8 +92,8 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
 
 
 def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFacts]:
-    """What drafts for a target: what `auto` takes, trained drafters, its own MTP modules, models, and the text."""
-    yield DrafterFacts(AUTO_DRAFT, f"takes {resolve_auto(DraftSpec(AUTO_DRAFT), target)}")
+    """The drafters of a target: `auto`, trained drafters, its own MTP modules, draft models, and text drafters."""
+    yield DrafterFacts(AUTO_DRAFT, f"chooses {resolve_auto(DraftSpec(AUTO_DRAFT), target)}")
     for folder, record in records_of(target):
         tokens = max(record.tokens_per_round)
         yield DrafterFacts(str(record.spec(folder)), f"{tokens:.2f} tokens per round when it was trained")
@@ -103,13 +103,13 @@ def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFac
         if model.drafts_for(target) and model.tokens() == tokenizer.fingerprint():
             spec = DraftSpec("model", argument=model.name)
             yield DrafterFacts(str(spec), f"{model.parameters / 1e6:.1f} M parameters")
-    yield DrafterFacts("suffix", "what often followed, in this text and earlier ones; no weights")
-    yield DrafterFacts("ngram", "what followed last in this text; no weights")
+    yield DrafterFacts("suffix", "the most frequent continuation in this text and earlier ones; no weights")
+    yield DrafterFacts("ngram", "the last continuation in this text; no weights")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHere:
-    """A model of this machine. `problem` says why it cannot be run; empty where it can."""
+    """A model of this machine. `problem` says why it cannot run; empty if it can."""
 
     name: str
     folder: str
@@ -121,24 +121,24 @@ class ModelHere:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be run."""
+        """Whether the model can run here."""
         return not self.problem
 
     def drafts_for(self, target: Blueprint) -> bool:
-        """Whether it is small enough to draft for a target, and has as many tokens."""
+        """Whether the model is small enough to draft for a target, and has a vocabulary of the same size."""
         is_small = self.parameters * SMALLER <= count_parameters(target.config)
         return self.runs and is_small and self.vocab_size == target.config.vocab_size
 
     def tokens(self) -> str | None:
-        """The fingerprint of its tokenizer; None where that cannot be used."""
+        """The fingerprint of its tokenizer; None if the tokenizer cannot be used."""
         try:
             return Tokenizer.load(Path(self.folder)).fingerprint()
         except (ForerunError, OSError):
             return None
 
     @classmethod
-    def judged(cls, name: str, folder: Path) -> ModelHere:
-        """The model in a folder."""
+    def read(cls, name: str, folder: Path) -> ModelHere:
+        """The facts of the model in a folder."""
         try:
             config = read_config(folder)
             checkpoint = Checkpoint.of_model(folder, torch.float32)
@@ -152,11 +152,11 @@ class ModelHere:
 def models_here() -> Iterator[ModelHere]:
     """The models of this machine: those that ship, those in the hub's cache, and GGUF files that were used."""
     for name, folder in BUNDLED.items():
-        yield ModelHere.judged(name, folder)
+        yield ModelHere.read(name, folder)
     for folder in sorted(hub_cache().glob(f"{HUB_FOLDER}*")):
         revisions = sorted(folder.glob("snapshots/*/config.json"), key=changed_s)
         if revisions:
-            yield ModelHere.judged(folder.name.removeprefix(HUB_FOLDER).replace("--", "/"), revisions[-1].parent)
+            yield ModelHere.read(folder.name.removeprefix(HUB_FOLDER).replace("--", "/"), revisions[-1].parent)
     seen = set[Path]()
     for index in sorted(cache_folder("gguf").glob(f"*/{INDEX}"), key=changed_s, reverse=True):
         try:
@@ -165,11 +165,11 @@ def models_here() -> Iterator[ModelHere]:
             continue
         if file.exists() and file not in seen:
             seen.add(file)
-            yield ModelHere.judged(str(file), index.parent)
+            yield ModelHere.read(str(file), index.parent)
 
 
 def changed_s(path: Path) -> float:
-    """When a file was changed; 0 where it is gone, or a link to one that is."""
+    """The time when a file was changed; 0 if it, or the target of the link, does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -177,7 +177,7 @@ def changed_s(path: Path) -> float:
 
 
 def hub_cache() -> Path:
-    """Where the hub's files are kept."""
+    """The folder of the hub's cache."""
     try:
         from huggingface_hub import constants
     except ImportError:

@@ -1,9 +1,9 @@
 """The command line: the table of commands, their exit statuses, and the layout of their help.
 
-A user's mistake is one line on standard error and status 2. Each command is one file in `commands`, which imports its
-dependencies when it is run, so that help and mistakes do not wait for torch. Help shows options in groups, with names
-on the left and descriptions on the right, or below on narrow terminals; names and examples are never wrapped, so that
-they can be copied.
+A user's mistake results in one line on standard error and status 2. Each command is one file in `commands`, which
+imports its dependencies when it is run, so that help and error messages do not wait for torch. Help shows options in
+groups, with names on the left and descriptions on the right, or below on narrow terminals; names and examples are never
+wrapped, so that they can be copied.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ forerun generate --model stdlib --draft model:stdlib-draft "def main("
 forerun generate --help
 """
 WIDEST, NARROWEST = 100, 40
-NAMES = 30  # columns of names, where there is room for them
-NARROW = 72  # below that help stands under the names
+NAMES = 30  # the widest column of names
+NARROW = 72  # on narrower terminals descriptions are below the names
 RANGE = re.compile(r"<(\w+) range>")
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 STATUSES = (
@@ -57,15 +57,15 @@ STATUSES = (
 
 
 class Page(TyperCommand):
-    """A command whose help is laid out by this file."""
+    """A command with the help layout of this file."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the whole page."""
+        """Write the help page."""
         formatter.write(render(self, ctx))
 
 
 def render(command: Any, ctx: Any, commands: Sequence[tuple[str, str]] = ()) -> str:
-    """A command's page, as wide as the terminal."""
+    """A command's help page, in the width of the terminal."""
     width = max(NARROWEST, min(WIDEST, shutil.get_terminal_size().columns))
     parts = [fill(f"Usage: {ctx.command_path} {' '.join(command.collect_usage_pieces(ctx))}", width)]
     parts += [fill(paragraph, width) for paragraph in paragraphs(command.help)]
@@ -98,7 +98,7 @@ def groups(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]
 
 
 def definitions(rows: Sequence[tuple[str, str]], width: int, names: int) -> str:
-    """Names beside what they mean; below each other where a line is too short for both."""
+    """Names with their descriptions to the right, or below if a line is too short for both."""
     left = min(names, max(len(name) for name, _ in rows) + 2)
     if width < NARROW and left > NARROWEST // 3:
         return "\n".join(f"  {name}\n{fill(text, width, ' ' * 6)}" for name, text in rows)
@@ -111,13 +111,13 @@ def definitions(rows: Sequence[tuple[str, str]], width: int, names: int) -> str:
 
 
 def fill(text: str, width: int, indent: str = "") -> str:
-    """Text in lines of at most `width` columns; names with hyphens stay whole."""
+    """Text in lines of at most `width` columns; names with hyphens are not broken."""
     return textwrap.fill(
         text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
 
 
-USAGE_ERROR: Any = typer.BadParameter.__base__  # Typer does not export the class that all mistakes of usage have
+USAGE_ERROR: Any = typer.BadParameter.__base__  # the base class of usage errors, which Typer does not export
 
 
 def usage_line(error: Any) -> str:
@@ -132,15 +132,15 @@ def usage_line(error: Any) -> str:
 
 
 class Program(TyperGroup):
-    """The group of all commands, whose help is laid out by this file."""
+    """The group of all commands, with the help layout of this file."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the whole page."""
+        """Write the help page."""
         rows = [(name, self.commands[name].get_short_help_str(1000)) for name in self.list_commands(ctx)]
         formatter.write(render(self, ctx, rows))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; without any, show help."""
+        """Parse the arguments; without any, show help."""
         return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -150,7 +150,7 @@ class Program(TyperGroup):
 
     def main(self, *arguments: Any, **extra: Any) -> NoReturn:
         """Run the command and exit with its status."""
-        end_at_faults()  # here, since typer sets a hook of its own before it comes here
+        end_at_faults()  # here, since typer sets its own exception hook before this call
         try:
             status = super().main(*arguments, **extra | {"prog_name": NAME, "standalone_mode": False})
         except USAGE_ERROR as error:
@@ -173,7 +173,7 @@ for command in (generate, chat, serve, models, demo, trace, prove, bench, bench_
 
 @app.callback(invoke_without_command=True)
 def options_of_all(version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False) -> None:
-    """Speculative decoding with exact output: a drafter proposes tokens, the target model verifies them."""
+    """Speculative decoding with exact output: a drafter drafts tokens, the target model verifies them."""
     if version:
         typer.echo(f"{NAME} {__version__}")
         raise typer.Exit()
@@ -186,4 +186,4 @@ def main() -> None:
     try:
         app()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to do that a traceback could tell of
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: an interrupt must not print a traceback

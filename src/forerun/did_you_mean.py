@@ -1,15 +1,11 @@
-"""Did you mean: the name that was probably meant by one that does not exist.
-
-This file decides which name is suggested: one that other libraries use for the same thing, or else one with a similar
-spelling.
-"""
+"""Did you mean: suggests a name for one that does not exist: a synonym in other libraries, or a similar spelling."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator
 
-SYNONYMS = {  # names that spelling alone does not lead to ours
+SYNONYMS = {  # names in other libraries that are not spelled similarly
     "assistant_model": "draft",
     "batch_size": "max_num_seqs",
     "bad_words_ids": "banned_tokens",
@@ -31,11 +27,11 @@ SYNONYMS = {  # names that spelling alone does not lead to ours
 }
 
 
-LONGEST = 64  # of a name that may be a misspelt one; comparing takes time that grows with its length
+LONGEST = 64  # longer names get no suggestion, since comparing takes time that grows with the length
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was probably meant by another one; None where nothing is near."""
+    """The known name that was probably meant by `name`; None if no name is similar."""
     if SYNONYMS.get(name) in known:
         return SYNONYMS[name]
     if len(name) > LONGEST:
@@ -44,5 +40,5 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def complete_from(*names: str) -> Callable[[str], Iterator[str]]:
-    """What completes an option that takes one of these names."""
+    """A shell completion for an option that takes one of these names."""
     return lambda incomplete: (name for name in names if name.startswith(incomplete))

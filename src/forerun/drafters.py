@@ -1,7 +1,7 @@
 """The table of all drafters by name: from a specification to a drafter's plan and its label.
 
-Which names exist is decided by one table, `PLANNERS`; what their arguments mean, where each drafter is defined. Reports
-show a widened checkpoint under the name of its source, marked as widened.
+The table `PLANNERS` decides which names exist; each drafter's file defines its arguments. Reports show a widened
+checkpoint under the name of its source, marked as widened.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from forerun.models.source import find_checkpoint
 
 
 def plan_drafter(text: str, context: DraftContext) -> DraftPlan:
-    """The plan of the drafter that the specification `text` names.
+    """The plan of the drafter with the specification `text`.
 
-    Raises UnknownDrafter if it does not parse, exist or fit together, VocabularyMismatch for a drafter whose tokens
-    cannot be compared with the target's, and ModelError for a checkpoint that cannot be used.
+    Raises UnknownDrafter if the specification does not parse, names an unknown drafter or cannot be combined like this,
+    VocabularyMismatch for a drafter whose tokens cannot be compared with the target's, and ModelError for a checkpoint
+    that cannot be used.
     """
     return plan(parse_spec(text), context)
 
@@ -46,7 +47,7 @@ def plan(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         if spec.name in BUNDLED_DRAFTS:
             meant = f"did you mean {BUNDLED_DRAFTS[spec.name]}? Otherwise "
         elif spec.name in ("none", "off"):
-            meant = "plain decoding is to name none; "
+            meant = "for plain decoding, name no drafter; else "
         raise UnknownDrafter(f"there is no drafter {spec.name!r}: {meant}choose one of {', '.join(sorted(PLANNERS))}")
     return planner(spec, context)
 
@@ -63,7 +64,7 @@ PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
 
 
 def draft_label(draft: str | Drafter | None) -> str:
-    """A specification as spelled, with widened checkpoints named as such, or a Drafter's names; empty without one."""
+    """The specification, with widened checkpoints marked as widened, or a Drafter's names; empty without a drafter."""
     if draft is None:
         return ""
     return str(labelled(parse_spec(draft))) if isinstance(draft, str) else "+".join(draft.names)
@@ -82,6 +83,6 @@ def labelled(spec: DraftSpec) -> DraftSpec:
 
 
 def label_of(name: str, folder: Path) -> str:
-    """What a checkpoint or heads are called: by their name or, if they were widened, by that of their source."""
+    """The name of a checkpoint or of heads; for widened ones, the name of their source, marked as widened."""
     path = folder / "config.json"
     return (read_widened(read_fields(path)) if path.is_file() else None) or name

@@ -1,8 +1,8 @@
 """The keywords of vLLM, translated to forerun's.
 
-The tables say for every keyword of vLLM's `LLM`, `generate` and `chat`, and of its `speculative_config`, which values
-ask for what forerun does anyway. Those are accepted; any other value raises an error that says what to write instead.
-The keywords that both libraries share are parameters of the functions themselves and are not handled here.
+For every keyword of vLLM's `LLM`, `generate` and `chat`, and of its `speculative_config`, the tables list the values
+that match forerun's behaviour. These are accepted; any other value raises an error that says what to write instead.
+Keywords that both libraries share are parameters of forerun's functions and not handled here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ YES_OR_NO = (True, False, None)
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A keyword of vLLM's. `same` are the values that ask for what is done here anyway; `answer` meets the others.
+    """A keyword of vLLM. `same` are the values that match forerun's behaviour; `answer` is the error for others.
 
-    With `amount` any number from 0 on is one of `same`: it only bounds what may be used, and nothing of it is.
+    With `amount`, any number of at least 0 is accepted: it is a limit of something that forerun does not use.
     """
 
     same: tuple[object, ...]
@@ -40,8 +40,8 @@ class Word:
     amount: bool = False
 
     def accepts(self, value: object) -> bool:
-        """Whether the value asks for nothing that is not done here."""
-        if any(type(value) is type(harmless) and value == harmless for harmless in self.same):
+        """Whether the value matches forerun's behaviour."""
+        if any(type(value) is type(accepted) and value == accepted for accepted in self.same):
             return True
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return self.amount and number and 0 <= value < math.inf  # type: ignore[operator]
@@ -148,10 +148,10 @@ SUFFIX_DEPTH = 24  # and its num_speculative_tokens for suffix decoding
 def check_words(
     words: Mapping[str, object], function: Callable[..., object], table: Mapping[str, Word] = WORDS
 ) -> None:
-    """Accept keywords of vLLM's that ask for what is done anyway; `function` is who was given them.
+    """Check the keywords of vLLM that were passed to `function`.
 
     Raises UnknownKeyword, with the likely name, for a keyword that neither library has, and InvalidRequest, with what
-    to write instead, for a value that asks for something else.
+    to write instead, for a value that does not match forerun's behaviour.
     """
     for name, value in words.items():
         word = table.get(name)
@@ -160,15 +160,15 @@ def check_words(
             names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
             raise UnknownKeyword(function.__name__, name, nearest(name, [*names, *table]))
         if not word.accepts(value):
-            raise InvalidRequest(name, f"{shown(value)} is not served here: {word.answer}.")
+            raise InvalidRequest(name, f"{shown(value)} is not supported: {word.answer}.")
 
 
 def memory_of(memory_bytes: int | None, share: object, device: torch.device) -> int | None:
-    """The memory budget, where one was given: in bytes, or as the share of the free memory that vLLM's word names."""
+    """The memory budget in bytes: as given, or from `share`, the share of free memory; None if neither is given."""
     if share is None:
         return memory_bytes
     if memory_bytes is not None:
-        raise InvalidRequest("gpu_memory_utilization", "memory_bytes says the same: give one of them.")
+        raise InvalidRequest("gpu_memory_utilization", "memory_bytes has the same meaning: give one of them.")
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise InvalidRequest("gpu_memory_utilization", f"{shown(share)} must be a share above 0 and at most 1.")
     return int(share * (available_bytes() if device.type == "cpu" else free_bytes(device)))
@@ -177,16 +177,16 @@ def memory_of(memory_bytes: int | None, share: object, device: torch.device) -> 
 def drafting_of(
     draft: str | Drafter | None, speculation: bool | int | str | Speculation, config: object
 ) -> tuple[str | Drafter | None, Speculation]:
-    """What drafts and how far, as given, or as `speculative_config` says in vLLM's form."""
+    """The drafter and the speculation, as given or from a `speculative_config` in vLLM's form."""
     if config is None:
         return draft, Speculation.of(speculation, Speculation())
     if draft is not None or speculation is not True:
-        raise InvalidRequest("speculative_config", "it says what drafts and how far: leave out draft and speculation.")
+        raise InvalidRequest("speculative_config", "it sets drafter and depth: leave out draft and speculation.")
     return read_speculative_config(config)
 
 
 def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]:
-    """What a `speculative_config` asks for, as a draft and how far it goes. Raises InvalidRequest, naming the key."""
+    """The drafter and the speculation of a `speculative_config`. Raises InvalidRequest, naming the key."""
     if not isinstance(config, Mapping):
         raise _refused("", config, 'it must be a dict such as {"method": "ngram", "num_speculative_tokens": 4}')
     fields = {key: value for key, value in config.items() if value is not None}
@@ -196,7 +196,7 @@ def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]
             raise _refused(key, value, f"did you mean {likely!r}")
     method = fields.pop("method", None) or ("draft_model" if "model" in fields else "")
     if not isinstance(method, str) or method not in METHODS:
-        raise _refused("method", method, f"use one of {', '.join(METHODS)}, or see `draft` for what else drafts here")
+        raise _refused("method", method, f"use one of {', '.join(METHODS)}, or `draft` for forerun's other drafters")
     values = {key: fields.pop(key) for key in METHODS[method] if key in fields}
     for key, value in fields.items():
         word = SPECULATIVE_WORDS.get(key)
@@ -205,7 +205,7 @@ def read_speculative_config(config: object) -> tuple[str | Drafter, Speculation]
             raise _refused(key, value, options if word is None else word.answer)
     depth = values.get("num_speculative_tokens", SUFFIX_DEPTH if method == "suffix" else None)
     if depth is None:
-        raise _refused("num_speculative_tokens", None, "say how many tokens to guess in a round")
+        raise _refused("num_speculative_tokens", None, "give the number of tokens to draft per round")
     require_whole("speculative_config.num_speculative_tokens", depth, 1)
     return draft_of(method, values), Speculation(depth)
 
@@ -233,4 +233,4 @@ def draft_of(method: str, values: Mapping[str, Any]) -> str | Drafter:
 
 def _refused(key: str, value: object, answer: str) -> InvalidRequest:
     field = f"speculative_config.{key}" if key else "speculative_config"
-    return InvalidRequest(field, f"{shown(value)} is not served here: {answer}.")
+    return InvalidRequest(field, f"{shown(value)} is not supported: {answer}.")

@@ -68,19 +68,19 @@ class LLM:
     default of requests: True, a depth, False, or a Speculation. `speculative_config` sets both in vLLM's form. Memory
     is planned for contexts of `max_model_len` tokens and batches of `max_num_seqs` sequences, within `memory_bytes` or
     the share `gpu_memory_utilization` of the free memory (four fifths by default); the plan is `llm.plan`. One pass
-    reads at most `chunk_tokens` prompt tokens; "auto", for servers, limits them so that short prompts do not wait for
-    long ones. Common prefixes of a tenant's texts are read once, and cached while there is free memory in the plan,
-    unless `prefix_cache` is False; answers have the same bits. `threads` sets torch's thread count for the process.
-    `seed` makes the seeds of requests without one repeatable. `generation_config` is the source of default sampling
-    parameters: "auto" is the model's generation_config.json, a folder is that folder's, and "none" means
+    prefills at most `chunk_tokens` tokens; "auto", for servers, limits them so that short prompts do not wait for long
+    ones. Unless `prefix_cache` is False, common prefixes of a tenant's texts are prefilled once, and cached while the
+    plan has free memory; answers have the same bits. `threads` sets torch's thread count for the process. `seed` makes
+    the seeds of requests without one repeatable. `generation_config` is the source of default sampling parameters:
+    "auto" is the model's generation_config.json, a folder is the file in that folder, and "none" means
     SamplingParams(). Loading shows a bar on a terminal, unless `use_tqdm_on_load` is False or `progress` gets the
     reports instead. Other keywords of vLLM's LLM are accepted with values that mean forerun's own behaviour; any other
     value raises InvalidRequest, and any other keyword UnknownKeyword.
     """
 
-    generation_defaults = GenerationDefaults()  # what the model's own file says, if it counts
-    forecasts: Seq[Forecast] = ()  # what drafting was expected to give at the start, where it was measured
-    name, draft_name = "", ""  # as they must be shown: for a widened checkpoint they say so
+    generation_defaults = GenerationDefaults()  # from the model's generation_config.json, if it is used
+    forecasts: Seq[Forecast] = ()  # the speed-ups that were predicted at the start, if they were measured
+    name, draft_name = "", ""  # as shown to users: a widened checkpoint is marked as widened
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class LLM:
         self._log_start()
 
     def _requests(self, target: Blueprint, default: Speculation, seed: int | None) -> RequestChecker:
-        """The checker of this model's requests."""
+        """The RequestChecker of this model."""
         return RequestChecker(
             tokenizer=self.tokenizer,
             vocab_size=target.config.vocab_size,
@@ -163,7 +163,7 @@ class LLM:
         self.forecasts = forecasts(controller.costs, controller.drafters, engine.options.max_num_seqs)
 
     def _log_start(self) -> None:
-        """Log the memory plan, and anything that differs from what was requested."""
+        """Log the memory plan, the predicted speed-up, and the default sampling parameters."""
         logger.info("%r, fingerprint %s", self, self.fingerprint)
         for line in self.plan.lines():
             logger.info("%s", line)
@@ -192,7 +192,7 @@ class LLM:
         """Free the models and their caches. Running and later requests raise EngineClosed."""
         self.drafter = None
         self.driver.close()
-        gc.collect()  # decoders refer to themselves, and their memory is wanted now
+        gc.collect()  # decoders are in reference cycles, and their memory must be free now
 
     @property
     def engine(self) -> Engine:
@@ -201,7 +201,7 @@ class LLM:
 
     @property
     def options(self) -> EngineOptions:
-        """The engine's options of batching and verification."""
+        """The engine's options for batching and verification."""
         return self.engine.options
 
     @property
@@ -219,7 +219,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests without any, from `generation_config`; a fresh copy."""
+        """A copy of the sampling parameters of requests without any, from `generation_config`."""
         return self.generation_defaults.params()
 
     def generate(
@@ -235,10 +235,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer all prompts, in order, with one set of parameters for all of them or one for each.
 
-        A prompt is text, a list or array of token ids, {"prompt": text} or {"prompt_token_ids": ids}. All are checked
-        before any runs. `speculation` overrides the engine's default for these requests. Drafters that learn from
-        answers use those of a `tenant` for that tenant only. `progress` is called with the finished fraction; without
-        it a bar is shown on a terminal, unless `use_tqdm` is False. Raises InvalidRequest, naming the field.
+        A prompt is text, a list or array of token ids, {"prompt": text} or {"prompt_token_ids": ids}. All prompts are
+        checked before any runs. `speculation` overrides the engine's default for these requests. Drafters that learn
+        from answers use those of a `tenant` for that tenant only. `progress` is called with the finished fraction;
+        without it a bar is shown on a terminal, unless `use_tqdm` is False. Raises InvalidRequest, naming the field.
         """
         check_words(words, LLM.generate, REQUEST_WORDS)
         answers = self.ask(requests_of(prompts, sampling_params, speculation, tenant))
@@ -279,7 +279,7 @@ class LLM:
         )
 
     def chat_prompt(self, conversation: Conversation, options: ChatOptions | None = None) -> dict[str, Any]:
-        """A conversation as a prompt for `generate` and `stream`: the template's text, and its tokens."""
+        """A conversation as a prompt for `generate` and `stream`: the rendered text and its token ids."""
         text = (options or ChatOptions()).render(self.tokenizer, conversation)
         ids = self.tokenizer.encode_within(text, self.plan.max_model_len, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}
@@ -295,21 +295,21 @@ class LLM:
     ) -> Iterator[Delta]:
         """One request's deltas, one per round. Closing the iterator cancels the request.
 
-        Until the first token `progress` is called with the fraction of the prompt that was read.
+        Until the first token `progress` is called with the fraction of the prompt that has been prefilled.
         """
         sequences = self.requests.sequences(Request.of(prompt, sampling_params, speculation, tenant))
         return self.deltas(sequences, progress)
 
     def ask(self, requests: Seq[Request]) -> Answers:
-        """Check the requests and make their sequences, and the collector of their answers; nothing runs yet."""
+        """Check the requests and make their sequences, with a collector of their answers; nothing runs yet."""
         return Answers([(request, self.requests.sequences(request)) for request in requests], self.fingerprint)
 
     def deltas(self, sequences: Seq[Sequence], progress: ProgressCallback | None = None) -> Iterator[Delta]:
         """Step the engine until these sequences are finished, and yield their deltas.
 
-        A step advances all running sequences, those of other streams too; their deltas are kept for their readers.
-        Streams may be read in any number of threads: one of them steps the engine for all (`engine/driver.py`). Ctrl-C
-        ends the stream that the main thread is reading; the others lose no token.
+        A step advances all running sequences, those of other streams too, whose deltas wait for their readers. Streams
+        may be read in any number of threads: one of them steps the engine for all (`engine/driver.py`). Ctrl-C ends the
+        stream that the main thread is reading; the others lose no token.
         """
 
         def idle() -> None:
@@ -320,7 +320,7 @@ class LLM:
 
 
 def spec_of(model: str | ModelSpec, *load: object) -> ModelSpec:
-    """The ModelSpec of a model with these fields, in their order; fields that are not given are the model's."""
+    """The ModelSpec of a model with these fields, in order; None and default values do not override the model's."""
     changes = {
         field.name: value
         for field, value in zip(fields(ModelSpec)[1:], load, strict=True)
@@ -342,13 +342,13 @@ def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
 
 
 def apply_limits(threads: int | None, max_model_len: int | None, memory_bytes: int | None) -> None:
-    """Set torch's number of threads. Raises InvalidRequest unless it is a whole number in range."""
+    """Raise InvalidRequest unless these options are whole numbers in range; then set torch's number of threads."""
     limits = (("threads", threads, 1), ("max_model_len", max_model_len, 2), ("memory_bytes", memory_bytes, 0))
     for name, value, least in limits:
         if value is not None:
             require_whole(name, value, least)
     if threads is not None and threads > MOST_THREADS:
-        raise InvalidRequest("threads", f"{shown(threads)} is above {MOST_THREADS}: give as many as there are cores.")
+        raise InvalidRequest("threads", f"{shown(threads)} is above {MOST_THREADS}: use the number of cores.")
     if threads is not None:
         torch.set_num_threads(threads)
 

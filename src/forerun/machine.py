@@ -1,8 +1,8 @@
 """The machine: the facts that a measurement must report, and those on which the last bits of results depend.
 
-This file decides how a processor is named, how memory is measured (its bandwidth, what is available, what was taken at
-most), which versions of the source are told apart, which properties of a machine change the order of sums in torch's
-libraries, and when a measurement counts as disturbed.
+This file decides how a processor is named, how memory is measured (bandwidth, available memory, peak), how versions of
+forerun's source are distinguished, which properties of a machine change the order of sums in torch's libraries, and
+when a measurement counts as disturbed by other programs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CGROUP = Path("/sys/fs/cgroup")
 PACKAGE = Path(__file__).parent
 SOURCES = (".py", ".cpp", ".hpp")
 CLEAR_REFS = Path("/proc/self/clear_refs")
-BANDWIDTH_ELEMENTS = 250_000_000  # 1 GB of float32: no cache holds it
+BANDWIDTH_ELEMENTS = 250_000_000  # 1 GB of float32: larger than any cache
 BANDWIDTH_TRIES = 5
 GPU_SUMS = 10
-VECTOR_FLAGS = {  # by the field that tells them, that of x86 or of Arm: "sme" is memory encryption on the former
+VECTOR_FLAGS = {  # by the field of /proc/cpuinfo, of x86 and of Arm (on x86, "sme" is memory encryption)
     "flags": re.compile("(?:s?sse|avx|amx)[a-z0-9_]*|fma|f16c"),
     "Features": re.compile("(?:asimd|sve|sme)[a-z0-9_]*|bf16|i8mm"),
 }
-LIBRARY_SETTINGS = (  # variables by which oneDNN and MKL are told to use other instructions or formats than they would
+LIBRARY_SETTINGS = (  # environment variables that make oneDNN and MKL use other instructions or formats
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -44,10 +44,10 @@ LIBRARY_SETTINGS = (  # variables by which oneDNN and MKL are told to use other 
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_CBWR",
 )
-# What is measured beside a busy program is off by half and more, whatever is done with medians; so whoever measures
-# says so beside the figure, and keeps nothing of it.
-DISTURBING = 0.2  # cores that others keep busy: what a quiet system does by itself is a tenth of that
-LEAST_S = 0.2  # the system counts in hundredths of a second: of a shorter time that says little
+# Times that are measured while another program is busy are wrong by half and more, even medians. So a measurement says
+# when it was disturbed, and is not saved.
+DISTURBING = 0.2  # cores that other programs keep busy: ten times what an idle system uses
+LEAST_S = 0.2  # the system counts processor time in hundredths of a second, too coarse for shorter times
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This one, with torch's present number of threads."""
+        """This machine, with torch's current number of threads."""
         return cls(
             processor=processor(),
             num_threads=torch.get_num_threads(),
@@ -73,18 +73,18 @@ class Machine:
 
 
 def processor(cpuinfo: Path = CPUINFO) -> str:
-    """The processor's own name where the system tells it."""
+    """The name of the processor, or of its architecture if the system does not report a name."""
     return cpuinfo_field(cpuinfo, "model name") or platform.processor() or platform.machine()
 
 
 def vector_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
-    """The processor's vector and matrix instructions, by the system's names; empty where it does not list them."""
+    """The processor's vector and matrix instructions, by the system's names; empty if it does not list them."""
     stated = ((cpuinfo_field(cpuinfo, field).split(), form) for field, form in VECTOR_FLAGS.items())
     return tuple(sorted({flag for flags, form in stated for flag in flags if form.fullmatch(flag)}))
 
 
 def cpuinfo_field(cpuinfo: Path, name: str) -> str:
-    """What the system says under this name of its first processor; nothing where it does not."""
+    """A field of the first processor in /proc/cpuinfo; empty if it is missing."""
     if cpuinfo.exists():
         fields = (line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines())
         return next((value.strip() for key, _, value in fields if key.strip() == name), "")
@@ -92,20 +92,20 @@ def cpuinfo_field(cpuinfo: Path, name: str) -> str:
 
 
 def order_of_sums() -> str:
-    """Everything by which torch's libraries choose a matrix product on this CPU, and with it the order of its sums.
+    """Everything from which torch's libraries choose an implementation of matrix products, and so the order of sums.
 
-    They look at the instructions, at the sizes of caches (for which the processor's name stands), at the number of
-    threads, and at a few variables.
+    These are the instructions, the sizes of caches (represented by the processor's name), the number of threads, and a
+    few environment variables.
     """
     settings = [f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ]
     return " ".join((processor(), *vector_instructions(), *settings, f"{torch.get_num_threads()} threads"))
 
 
 def bandwidth_bytes_per_s(num_elements: int = BANDWIDTH_ELEMENTS, device: torch.device = CPU.device) -> float:
-    """How fast the device's memory is read: the best of several sums of a float32 tensor.
+    """The read bandwidth of the device's memory: the best of several sums over a float32 tensor.
 
-    A CPU adds it up with torch's present threads. On a GPU several sums are awaited at once, so that what it takes to
-    start one does not count.
+    A CPU uses torch's current number of threads. On a GPU several sums are launched before waiting, so that the launch
+    time does not count.
     """
     tensor = torch.ones(num_elements, device=device)
     num_sums, best_s = 1 if device.type == "cpu" else GPU_SUMS, float("inf")
@@ -128,16 +128,16 @@ def wait_for(device: torch.device) -> None:
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """What can be allocated without swapping, on this machine and within this container's limit.
+    """Memory that can be allocated without swapping, on this machine and within this container's limit.
 
-    Where the system does not tell (macOS), half of the physical memory.
+    If the system does not report it (macOS), half of the physical memory.
     """
     if not meminfo.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     available = columns(meminfo)["MemAvailable:"] * 1024
     limit = cgroup / "memory.max"
     if limit.exists() and (most := limit.read_text().strip()) != "max":
-        # Pages of files that were read once are given back when needed: they count as used, but are not.
+        # The system frees cached pages of files when memory is needed, although they count as used.
         reclaimable = columns(cgroup / "memory.stat")["inactive_file"]
         used = int((cgroup / "memory.current").read_text()) - reclaimable
         available = min(available, max(0, int(most) - used))
@@ -145,12 +145,12 @@ def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
 
 
 def columns(path: Path) -> dict[str, int]:
-    """First and second column of a file of the kernel's."""
+    """The first and second columns of a file of the Linux kernel, as keys and values."""
     return {words[0]: int(words[1]) for words in (line.split() for line in path.read_text().splitlines())}
 
 
 def peak_rss_bytes() -> int | None:
-    """The most memory this process has held; None where the system does not tell."""
+    """The peak memory of this process; None if the system does not report it."""
     if sys.platform == "win32":
         return None
     import resource
@@ -160,7 +160,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def forget_peak_rss() -> bool:
-    """Reset `peak_rss_bytes` to the memory held now; returns whether this system can."""
+    """Reset `peak_rss_bytes` to the current memory; returns whether the system supports it."""
     try:
         CLEAR_REFS.write_text("5\n")  # see proc(5): 5 resets the peak
     except OSError:
@@ -169,7 +169,7 @@ def forget_peak_rss() -> bool:
 
 
 def sources_digest(folder: Path = PACKAGE) -> str:
-    """8 hex digits for forerun's own sources: a measurement of others must not be taken for one of these."""
+    """8 hex digits that identify this version of forerun's sources, so that measurements of others are not reused."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SOURCES):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -178,9 +178,9 @@ def sources_digest(folder: Path = PACKAGE) -> str:
 
 @dataclass(slots=True)
 class Neighbours:
-    """Other programs on this process's cores, from the moment on at which this was made.
+    """The load of other programs on this process's cores, measured from the construction on.
 
-    `clock` gives seconds, and `others_s` the processor time that others have used, None where the system does not tell.
+    `clock` returns seconds, and `others_s` the processor time of other programs, None if the system does not report it.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -192,7 +192,7 @@ class Neighbours:
         self.began_s, self.before_s = self.clock(), self.others_s()
 
     def num_busy(self) -> float | None:
-        """Cores that others kept busy since then, on average; None where that is not known, or the time was short."""
+        """The average number of cores that other programs kept busy; None if unknown or if the time was too short."""
         taken_s, after_s = self.clock() - self.began_s, self.others_s()
         if self.before_s is None or after_s is None or taken_s < LEAST_S:
             return None
@@ -200,13 +200,13 @@ class Neighbours:
 
 
 def disturbs(num_busy: float | None) -> bool:
-    """Whether others, who kept so many cores busy, make a measurement worthless."""
+    """Whether a measurement is unusable when other programs keep this many cores busy."""
     return num_busy is not None and num_busy >= DISTURBING
 
 
 def disturbance(num_busy: float | None) -> str:
-    """What to say of a measurement; empty where nothing disturbed it."""
+    """The warning for a measurement that other programs have disturbed; empty for others."""
     if num_busy is None or not disturbs(num_busy):
         return ""
     cores = f"{num_busy:.1f} of {len(allowed_cores())} cores"
-    return f"disturbed: other programs kept {cores} busy meanwhile, so this is not to be trusted"
+    return f"disturbed: other programs kept {cores} busy meanwhile, so this measurement is unreliable"

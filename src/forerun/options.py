@@ -1,6 +1,6 @@
-"""The options of the command line, as frozen values, and how a command takes them.
+"""The options of the command line as frozen values, and the decorator that gives them to a command.
 
-This file decides names, defaults and help of the options that commands share; one dataclass is one group.
+This file decides names, defaults and help of the options that commands share; each dataclass is a group of options.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ DRAFTER_BEGINNINGS = (
 
 
 def complete_model(incomplete: str) -> Iterator[str]:
-    """Bundled names and folders that begin like this, for the shell."""
+    """Shell completion: bundled names and folders that start with this text."""
     yield from (name for name in BUNDLED if name.startswith(incomplete))
     yield from (f"{path}/" for path in Path().glob(f"{incomplete}*") if path.is_dir())
 
 
 def auto_or_whole(least: int) -> Callable[[str], str]:
-    """What reads an option that takes auto or a whole number from `least` on."""
+    """A parser of an option whose value is auto or a whole number of at least `least`."""
 
     def parse(text: str) -> str:
         if text != AUTO and not (text.isdecimal() and int(text) >= least):
-            raise typer.BadParameter(f"{text!r} is neither auto nor a whole number from {least} on.")
+            raise typer.BadParameter(f"{text!r} is neither auto nor a whole number of at least {least}.")
         return text
 
     return parse
@@ -99,7 +99,7 @@ AdapterOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class LoadingOptions:
-    """Options that say in which form a model is loaded, and where it runs: the same for all commands that load one."""
+    """Options for the form in which a model is loaded and where it runs, for all commands that load a model."""
 
     TITLE: ClassVar[str] = MODEL
 
@@ -136,13 +136,13 @@ class LoadingOptions:
     ] = 1
 
     def spec(self, model: str) -> ModelSpec:
-        """A model, to be loaded like this."""
+        """The ModelSpec of a model with these options."""
         return ModelSpec(model, **{name: value for name, value in asdict(self).items() if name != "threads"})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Options that choose the model and the drafter."""
+    """Options for the model and the drafter."""
 
     TITLE: ClassVar[str] = MODEL
 
@@ -178,11 +178,11 @@ class ModelOptions:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model, to be loaded as the options say."""
+        """The ModelSpec of the model."""
         return replace(self.loading.spec(self.model), tokenizer=self.tokenizer)
 
     def speculation(self, width: int = 1) -> Speculation:
-        """How far to draft: by depth and width, or in the shape given by a file."""
+        """The speculation: by depth and width, or with the tree in the file of --tree."""
         tree = None if self.tree is None else StaticTree.load(self.tree)
         if self.depth == AUTO:
             return Speculation(width=width, tree=tree)
@@ -191,7 +191,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Options that say how to draw an answer, when to stop, and how to show it."""
+    """Options for sampling an answer, for its end, and for showing it."""
 
     TITLE: ClassVar[str] = ANSWER
 
@@ -212,13 +212,13 @@ class AnswerOptions:
     raw: Annotated[bool, typer.Option("--raw", help="No colours, like NO_COLOR.")] = False
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that were asked for, by name; the others are the model's own defaults."""
+        """The sampling parameters that were set, by name; the others are the model's defaults."""
         return {name: value for name, value in asdict(self).items() if name != "raw" and value not in (None, [])}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """Options that say how many prompts are answered at once."""
+    """Options for answering a file of prompts."""
 
     TITLE: ClassVar[str] = "Many prompts"
 
@@ -237,7 +237,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Options that say where numbers go, the same in every command."""
+    """Options for the destination of figures, the same in every command."""
 
     TITLE: ClassVar[str] = OUTPUT
 
@@ -246,20 +246,20 @@ class OutputOptions:
 
 
 def adapted(draft: str | None, adapter: Path | None) -> str | None:
-    """The draft that both options spell together. Raises UnknownDrafter where there is no exit to adapt."""
+    """The specification of --draft with the folder of --adapter. Raises UnknownDrafter unless it is an early exit."""
     if adapter is None:
         return draft
     spec = None if draft is None else parse_spec(draft)
     if spec is None or spec.name != "early-exit" or not (spec.argument or "").isdecimal():
         raise UnknownDrafter(
-            f"--adapter {adapter} goes with --draft early-exit:E alone, not with {draft or 'none'!r}: write "
-            f"--draft early-exit:E, or name the folder where the exit is named, as in early-exit:E:{adapter}"
+            f"--adapter {adapter} needs --draft early-exit:E, but the drafter is {draft or 'none'!r}: write "
+            f"--draft early-exit:E, or put the folder into the specification, as in early-exit:E:{adapter}"
         )
     return str(replace(spec, argument=f"{spec.argument}:{adapter}"))
 
 
 def read_config(ctx: Any, path: Path | None) -> Path | None:
-    """Let the values of a settings file stand for options that are not given on the command line."""
+    """Use the values of a settings file as defaults of options that are not given on the command line."""
     if path is not None:
         options = [param for param in ctx.command.params if param.param_type_name == "option"]
         known = {name.lstrip("-").replace("-", "_"): param for param in options for name in param.opts}
@@ -292,20 +292,20 @@ CommandBody = Callable[..., None]
 
 @runtime_checkable
 class Command(Protocol):
-    """A command of the command line, by the words that name it, with examples for its help."""
+    """A command of the command line: its name, which may have several words, and examples for its help."""
 
     name: str
     examples: str
 
     def __call__(self, **values: Any) -> None:
-        """Run it with the values of its options."""
+        """Run the command with the values of its options."""
         ...
 
 
 def with_options(examples: str) -> Callable[[CommandBody], Command]:
-    """A command whose dataclass parameters stand for the options that are their fields, with examples for its help.
+    """A decorator that makes a command of a function; the fields of its dataclass parameters become options.
 
-    A ForerunError becomes one red line and status 2, Ctrl-C status 130.
+    `examples` are for its help. A ForerunError becomes one red line and status 2, Ctrl-C status 130.
     """
     return functools.partial(_with_options, examples=examples)
 
@@ -322,7 +322,7 @@ def _with_options(run: CommandBody, examples: str) -> Command:
 
     @functools.wraps(run)
     def entry(**values: Any) -> None:
-        values.pop(CONFIG, None)  # it has taken effect already
+        values.pop(CONFIG, None)  # its callback has set the defaults
         try:
             gathered = {name: group_from(group, values) for name, group in groups.items()}
             run(**values, **gathered)
@@ -340,7 +340,7 @@ def _with_options(run: CommandBody, examples: str) -> Command:
 
 
 def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
-    """The fields of a group as parameters with options under its title; those of a group inside it in its place."""
+    """The fields of a group as parameters with options under its title; nested groups are replaced by their fields."""
     kinds = get_type_hints(group, include_extras=True)
     for option in fields(group):
         kind = kinds[option.name]
@@ -358,7 +358,7 @@ def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
 
 
 def changed(group: Any) -> Iterator[str]:
-    """The names of a group's options that have another value than by default, and of those of groups inside it."""
+    """The names of a group's options, nested groups included, that do not have their default value."""
     for option in fields(group):
         value = getattr(group, option.name)
         if is_dataclass(value):
@@ -368,7 +368,7 @@ def changed(group: Any) -> Iterator[str]:
 
 
 def group_from(group: Any, values: dict[str, Any]) -> Any:
-    """A group, and the groups inside it, with values that are taken out of `values`."""
+    """A group and its nested groups, from `values`, which are removed from there."""
     kinds = get_type_hints(group)
     return group(
         **{

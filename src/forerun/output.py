@@ -1,6 +1,6 @@
 """Results: the answer to a finished request, and its metrics.
 
-This file joins the deltas of a request's samples. LLM and AsyncLLM both use it, so their answers are the same.
+This file joins the deltas of a request's samples, for LLM and AsyncLLM.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from forerun.sampling.logprobs import TokenLogprobs
 class RequestMetrics(Counts):
     """The metrics of one request, over all of its samples.
 
-    `first_token_s` and `total_s` are the seconds from the request's arrival until its reader got the first and the last
-    token; waiting for a place in the batch counts. `num_cached_tokens` of the prompt were found in the prefix cache,
-    for the first sample.
+    `first_token_s` and `total_s` are the seconds from the request's arrival until the client received the first and the
+    last token, including the time in the queue. `num_cached_tokens` tokens of the prompt were found in the prefix
+    cache, for the first sample.
     """
 
     first_token_s: float = math.nan
@@ -41,8 +41,8 @@ class RequestMetrics(Counts):
 class CompletionOutput:
     """One sample's answer. `finish_reason` is "stop" (eos, a stop id or string: `stop_reason`) or "length".
 
-    `logprobs` and their sum, `cumulative_logprob`, are present if requested. Equality ignores the `origins` of tokens:
-    how far a round is drafted depends on measured times.
+    `logprobs` and their sum, `cumulative_logprob`, are present if requested. Equality ignores the `origins` of tokens,
+    since the draft depth depends on measured times.
     """
 
     index: int
@@ -57,7 +57,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give it again, drafted or not.
+    """A request's answer. The same prompt, parameters, `seed` and `fingerprint` give the same answer, drafted or not.
 
     `prompt` is None if only token ids were given. Two outputs are equal if prompt tokens and answers are equal;
     `request_id`, the form of the prompt and `metrics` are ignored.
@@ -83,7 +83,7 @@ class CollectedSample:
         self.first_s = self.last_s = 0.0
 
     def add(self, delta: Delta) -> None:
-        """Add a delta, and note the time."""
+        """Add a delta, and record its time."""
         self.last_s = time.perf_counter()
         self.first_s = self.first_s or self.last_s
         self.deltas.append(delta)
@@ -96,8 +96,8 @@ class CollectedSample:
                 counts.count(delta.outcome)
 
     def completion(self) -> CompletionOutput:
-        """The sample's answer, once it is finished."""
-        assert self.deltas, "a sample without a single round has no answer"
+        """The sample's answer, after it is finished."""
+        assert self.deltas, "a sample without a delta has no answer"
         last, sequence = self.deltas[-1], self.sequence
         assert last.finish_reason is not None, "an unfinished sample has no answer"
         logprobs = tuple(each for delta in self.deltas for each in delta.logprobs)
@@ -143,7 +143,7 @@ class Answers:
         return counts
 
     def outputs(self) -> list[RequestOutput]:
-        """The results of all requests, once they are finished."""
+        """The results of all requests, after they are finished."""
         return [self.output(request, samples) for request, samples in self.requests]
 
     def output(self, request: Request, samples: Seq[Sequence]) -> RequestOutput:

@@ -1,7 +1,7 @@
-"""Progress: a bar for work that takes long, where standard error is a terminal; lines elsewhere, of work of hours.
+"""Progress: a bar for long work if standard error is a terminal; for work of hours, lines of text otherwise.
 
-This file decides when a bar is shown, how often it is drawn, and how lines look. Callers report what they do and which
-share of it is done; the same report can go to a callback of the user instead.
+This file decides when a bar is shown, how often it is drawn, and how lines look. Callers report a description of their
+work and the finished fraction; the report can go to a callback of the user instead.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from forerun.annotations import ProgressCallback
 
-PATIENCE_S = 2.0  # work that is over before that shows no bar
-REDRAW_S = 0.1  # drawing takes tens of microseconds, which every token of a batch would feel
+PATIENCE_S = 2.0  # shorter work shows no bar
+REDRAW_S = 0.1  # drawing takes tens of microseconds, too long to do it for every token
 
 
 class LoadingBar:
-    """A progress callback that shows a bar once the work has taken two seconds, if a person is looking: on standard
-    error, unless told otherwise.
+    """A progress callback that shows a bar after two seconds if `console`, by default standard error, is a terminal.
 
-    Where nobody is, it prints a line every `lines_s` seconds, or nothing without them.
+    Otherwise it prints a line every `lines_s` seconds, or nothing if that is None.
     """
 
     def __init__(self, console: Console | None = None, lines_s: float | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
         self._lines_s = lines_s
-        self._started_s = self._told_s = time.monotonic()
+        self._started_s = self._printed_s = time.monotonic()
         self._drawn_s = 0.0
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -43,7 +42,7 @@ class LoadingBar:
 
     @property
     def is_shown(self) -> bool:
-        """Whether a person may see it, and what is printed beside it."""
+        """Whether the console is a terminal."""
         return self._console.is_terminal
 
     def stop(self) -> None:
@@ -53,11 +52,11 @@ class LoadingBar:
             self._bar, self._tasks = None, {}
 
     def __call__(self, what: str, done: float, detail: str = "") -> None:
-        """`done` is the fraction of `what` that is finished; `detail` says what of it runs now."""
+        """Report that the fraction `done` of the work `what` is finished; `detail` is the part that runs now."""
         now_s = time.monotonic()
         if not self.is_shown:
-            if self._lines_s is not None and now_s - self._told_s >= self._lines_s:
-                self._told_s = now_s
+            if self._lines_s is not None and now_s - self._printed_s >= self._lines_s:
+                self._printed_s = now_s
                 self._console.print(f"{what} {done:.0%}" + (f": {detail}" if detail else ""), markup=False)
             return
         if now_s - self._started_s < PATIENCE_S:
@@ -76,7 +75,7 @@ class LoadingBar:
 
 @contextmanager
 def reporting(report: ProgressCallback | None, bar: bool) -> Iterator[ProgressCallback]:
-    """Where to report progress: `report` if there is one, else a bar on a terminal if one is wanted, else nowhere."""
+    """The callback for progress: `report` if given, else a bar if `bar` and standard error is a terminal, else none."""
     if report is not None or not bar or not sys.stderr.isatty():
         yield report or (lambda _what, _done: None)
         return

@@ -1,6 +1,6 @@
-"""What commands report: cards for a terminal, made of tables of figures and facts by name, and JSON objects.
+"""Reports of commands: cards for a terminal, made of tables of facts and figures, and JSON objects.
 
-Figures are all shown at any width.
+Tables are split to fit the terminal, so that all figures are shown at any width.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rich.text import Text
 
 Cell = str | Text
 Section = Sequence[RenderableType]  # of a card
-GAP = 1  # columns of the terminal between two of the table
+GAP = 1  # terminal columns between two columns of a table
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun, which is in the plural unless the number is 1."""
+    """A number and a noun, in the plural unless the number is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
@@ -31,7 +31,7 @@ def json_object(**values: Any) -> dict[str, Any]:
 
 
 def json_value(value: Any) -> Any:
-    """A value inside such an object."""
+    """A value with tuples as lists and non-finite numbers as None."""
     if isinstance(value, dict):
         return {name: json_value(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -40,7 +40,7 @@ def json_value(value: Any) -> Any:
 
 
 def card(*sections: Section | Iterable[Text]) -> RenderableType:
-    """Sections below each other, with an empty line between two; those with nothing in them are left out."""
+    """Sections with empty lines between them; empty sections are left out."""
     parts: list[RenderableType] = []
     for section in map(list, sections):
         parts += [Text()] * bool(parts and section) + section
@@ -48,20 +48,20 @@ def card(*sections: Section | Iterable[Text]) -> RenderableType:
 
 
 def fact_table(facts: Iterable[tuple[str, Cell]] = ()) -> Table:
-    """A table of two columns: what a fact is about, and the fact, folded where it is long."""
+    """A table of two columns: the name of each fact, and the fact, folded if it is long."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, fact in facts:
-        table.add_row(Text(name), Text(fact) if isinstance(fact, str) else fact)  # brackets in it are no markup
+        table.add_row(Text(name), Text(fact) if isinstance(fact, str) else fact)  # brackets are not markup
     return table
 
 
 @dataclass(frozen=True, slots=True)
 class FigureTable:
-    """Rows under `heads`, whose first column names them and stands again before each part of a table that is split.
+    """Rows under `heads`. If the table is split, each part starts with the first column, which names the rows.
 
-    The first `num_names` columns hold words, the others figures. A name is folded where it takes more than a third of a
+    The first `num_names` columns hold words, the others figures. A name is folded if it takes more than a third of a
     narrow terminal; a figure never is. `styles` has one entry for each row.
     """
 
@@ -77,7 +77,7 @@ class FigureTable:
             yield self.part(columns, options.max_width)
 
     def parts(self, width: int) -> list[list[int]]:
-        """The columns of each table, by number: as many as fit beside the first one."""
+        """The columns of each part, by number: as many as fit next to the first one."""
         parts: list[list[int]] = [[0]]
         first = self.first_width(width)
         room = width - first
@@ -91,7 +91,7 @@ class FigureTable:
         return parts
 
     def part(self, columns: Sequence[int], width: int) -> Table:
-        """A table of these columns."""
+        """The table of these columns."""
         grid = Table(box=None, padding=(0, GAP), pad_edge=False, collapse_padding=True)
         for column in columns:
             name = column < self.num_names
@@ -107,12 +107,12 @@ class FigureTable:
         return grid
 
     def first_width(self, width: int) -> int:
-        """Columns of the terminal that the first one takes: all that it needs where everything fits."""
+        """Terminal columns of the first column: all that it needs if the entire table fits."""
         needed = self.width(0)
         others = sum(GAP + self.width(column) for column in range(1, len(self.heads)))
         return needed if needed + others <= width else min(needed, max(width // 3, 1))
 
     def width(self, column: int) -> int:
-        """Columns of the terminal that a column needs."""
+        """Terminal columns that a column needs."""
         cells = [self.heads[column], *(row[column] for row in self.rows)]
         return max(cell_len(line) for cell in cells for line in (str(cell).splitlines() or [""]))

@@ -1,6 +1,6 @@
-"""Request: a prompt and all options of its answer, as one frozen value; ChatOptions: how a conversation becomes one.
+"""Request: a prompt and all options of its answer, as a frozen value; ChatOptions: how to render a conversation.
 
-This file decides which forms a prompt and messages may have, and turns each prompt into text or token ids.
+This file decides which forms prompts and messages may have, and turns each prompt into text or token ids.
 `engine/request_check.py` decides whether a model can serve the request; `text/chat.py` renders templates.
 """
 
@@ -43,10 +43,10 @@ Prompt = str | Seq[SupportsIndex] | Array | Mapping[str, Any]
 class Request:
     """A prompt, with its sampling parameters, its speculation and its tenant.
 
-    `prompt` is text and `prompt_token_ids` are tokens; if both are given the tokens are used, and the text is their
-    source. `sampling_params` None means the model's defaults, `speculation` None the engine's. Answers to one `tenant`
-    are used to draft for that tenant only. With `draft_details` every delta lists the draft tokens. The text shows the
-    special tokens `shown_special_ids` even if `skip_special_tokens` hides all others.
+    If both `prompt`, a text, and `prompt_token_ids` are given, the tokens are used and the text is only reported.
+    `sampling_params` None means the model's defaults, `speculation` None the engine's. Answers to one `tenant` are used
+    to draft for that tenant only. With `draft_details` every delta lists the draft tokens. The text shows the special
+    tokens `shown_special_ids` even if `skip_special_tokens` hides all others.
     """
 
     prompt: str | None = None
@@ -90,7 +90,7 @@ def requests_of(
 
 
 def as_batch(prompts: Prompt | Seq[Prompt]) -> Seq[Prompt]:
-    """One prompt or many, as a list of prompts. Invalid values are passed on and refused later, by name."""
+    """One prompt or many, as a list of prompts. Invalid values stay in it; `parsed` refuses them."""
     batch = plain(prompts)
     many = isinstance(batch, Seq) and not isinstance(batch, str | bytes)
     if not many or (batch and all(is_number(item) for item in batch)):
@@ -109,14 +109,14 @@ def parsed(prompt: Prompt) -> tuple[str | None, tuple[int, ...] | None]:
 
 
 def parsed_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, tuple[int, ...] | None]:
-    """The text and the token ids of a prompt given as a dict; None for a missing one."""
+    """The text and the token ids of a prompt that is a dict; None for a missing one."""
     fields = {key: value for key, value in prompt.items() if value is not None}
     for key in fields:
         if key not in PROMPT_KEYS:
-            raise InvalidRequest("prompt", f"the key {shown(key)} is not served here; {FORMS}.")
+            raise InvalidRequest("prompt", f"the key {shown(key)} is not supported; {FORMS}.")
     text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
     if not isinstance(text, str | None) or not fields:
-        raise InvalidRequest("prompt", f"{shown(prompt)} holds no prompt; {FORMS}.")
+        raise InvalidRequest("prompt", f"{shown(prompt)} has no prompt; {FORMS}.")
     return text, None if ids is None else token_ids(plain(ids))
 
 
@@ -148,10 +148,10 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a conversation becomes a prompt.
+    """How a conversation is rendered as a prompt.
 
-    `chat_template` is used in place of the model's own. `add_generation_prompt` opens the model's turn;
-    `continue_final_message` leaves the last message open instead, so that the model goes on with it. `tools` are
+    `chat_template` replaces the model's own. `add_generation_prompt` starts the model's answer;
+    `continue_final_message` leaves the last message open instead, so that the model continues it. `tools` are
     descriptions of functions; `chat_template_kwargs` are further options of the template, such as `enable_thinking`.
     """
 
@@ -162,11 +162,11 @@ class ChatOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self, tokenizer: Tokenizer) -> str:
-        """The text of the template. Raises ChatTemplateError where there is none."""
+        """The text of the template. Raises ChatTemplateError if there is none."""
         return tokenizer.template(self.chat_template).source("tool_use" if self.tools else "default")
 
     def render(self, tokenizer: Tokenizer, conversation: Conversation) -> str:
-        """The prompt of a conversation. Raises InvalidRequest and TokenizerError as the template does."""
+        """The prompt of a conversation. Raises InvalidRequest if it is refused, TokenizerError for template errors."""
         return tokenizer.apply_chat_template(
             [with_text(message) for message in conversation],
             chat_template=self.chat_template,
@@ -189,7 +189,7 @@ def as_conversations(messages: Conversation | Seq[Conversation]) -> Seq[Conversa
 
 
 def with_text(message: object) -> Message:
-    """A message with one text as its content. Raises InvalidRequest for what is no message, or not text."""
+    """A message whose content is one text. Raises InvalidRequest for an invalid message or content."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest("messages", f"{shown(message)} is not a message: write it as {MESSAGE}.")
     content = message.get("content")
@@ -207,6 +207,6 @@ def text_of(part: object) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else None
     if not isinstance(text, str):
         raise InvalidRequest(
-            "messages", f'{shown(part)} is not text, which is all that is read: write {{"type": "text", "text": ...}}.'
+            "messages", f'{shown(part)} is not text; only text is supported: write {{"type": "text", "text": ...}}.'
         )
     return text

@@ -1,7 +1,7 @@
-"""The settings file of `--config`: options of the command line in TOML, under their names.
+"""The settings file of `--config`: options of the command line in TOML.
 
-This file decides what may stand in it: one key for each option, with `-` or `_`, and a text, a number, true or false as
-its value. A command takes the keys that it has options for; keys that only other commands have are left alone.
+It has one key for each option, with `-` or `_`, and a text, a number, true or false as its value. A command uses the
+keys of its own options and ignores those of other commands.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from forerun.limits import shown
 def read_settings(path: Path, known: Collection[str], others: Collection[str] = ()) -> dict[str, Any]:
     """The values of a file for the options `known`, by their names with underscores.
 
-    `others` are names that other commands have. Raises UnknownSetting for any other key, InvalidRequest for a file that
-    cannot be read and for a value that no option takes.
+    `others` are options of other commands. Raises UnknownSetting for any other key, InvalidRequest for a file that
+    cannot be read and for a value that is not a text, a number, true or false.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -36,16 +36,16 @@ def read_settings(path: Path, known: Collection[str], others: Collection[str] = 
         if name not in names:
             raise UnknownSetting(str(path), key, nearest(name, names), names)
         if not isinstance(value, str | int | float):
-            raise InvalidRequest("config", f"{path}: {key} is {shown(value)}: it must be a text, a number or true")
+            raise InvalidRequest("config", f"{path}: {key} is {shown(value)}: use a text, a number, true or false")
         if name in known:
             settings[name] = value if isinstance(value, bool) else str(value)
     return settings
 
 
 def written_settings(values: Mapping[str, str | int | float | bool], heading: str) -> str:
-    """The file with these values, which `read_settings` reads again, under a comment."""
+    """The text of a settings file with these values, after `heading` as a comment."""
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     for name, value in values.items():
-        in_toml = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # all else is written as in JSON
+        in_toml = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the only difference from JSON
         lines.append(f"{name} = {in_toml}")
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
-"""StaticTree: a fixed shape of drafts, chosen before any token is drawn, like Medusa's trees.
+"""StaticTree: a fixed shape of draft trees, as in Medusa (Cai et al., 2024).
 
-This file decides what a shape is, how large drafts may be, and how a file spells a shape: a path of ranks names a node,
-and [0, 2] is the third guess after the first guess after the root. After the trees of Medusa (Cai et al., 2024).
+This file decides how large drafts may be, and how a file describes a shape: each node is a path of ranks, and [0, 2] is
+the third most likely draft token after the most likely one after the root.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from forerun.limits import shown
 
 RankPath = tuple[int, ...]
 EXAMPLE = "[[0], [1], [0, 0]]"
-MOST_RANK = 255  # drawing so many guesses after a node takes longer than any of the last can bring
+MOST_RANK = 255  # tokens of higher ranks are accepted too rarely to be worth their time
 MOST_WIDTH = MOST_RANK + 1
-MOST_DEPTH = 256  # of a draft: no text is guessed so far ahead, and every depth is a pass of a draft model
-MOST_NODES = 512  # of a draft: checking a tree takes time and memory by the square of its nodes
+MOST_DEPTH = 256  # of a draft: longer ones are never accepted to the end, and each depth is a pass of a draft model
+MOST_NODES = 512  # of a draft: verifying a tree takes time and memory quadratic in its nodes
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """The nodes of a tree without the root, each by the ranks on its path: 0 is the drafter's likeliest token there.
+    """The nodes of a tree without the root, each as the ranks on its path; rank 0 is the drafter's most likely token.
 
-    Paths may be given in any order; they are held shallow ones first. Ranks may be left out. Raises InvalidTree where
-    there are none, where one is no list of whole numbers from 0 to MOST_RANK, comes twice, or lacks its parent.
+    Paths may be given in any order; they are stored by depth. Ranks may be skipped. Raises InvalidTree if there is no
+    path, or if a path is not a list of whole numbers from 0 to MOST_RANK, occurs twice, or lacks its parent.
     """
 
     paths: Sequence[Sequence[int]]
 
     def __post_init__(self) -> None:
         if isinstance(self.paths, str) or not isinstance(self.paths, Sequence):
-            raise InvalidTree(f"{spelled(self.paths)} is no list of paths: write one as {EXAMPLE}")
+            raise InvalidTree(f"{spelled(self.paths)} is not a list of paths: write one as {EXAMPLE}")
         if not self.paths:
-            raise InvalidTree(f"there are no paths in it: name a guess at least, as in {EXAMPLE}")
+            raise InvalidTree(f"it has no paths: write at least one, as in {EXAMPLE}")
         if len(self.paths) > MOST_NODES:
-            raise InvalidTree(f"there are {len(self.paths)} paths in it: write at most {MOST_NODES}")
+            raise InvalidTree(f"it has {len(self.paths)} paths: write at most {MOST_NODES}")
         paths = tuple(sorted((checked(path) for path in self.paths), key=lambda path: (len(path), path)))
         known: set[RankPath] = {()}
         for path in paths:
             if path in known:
-                raise InvalidTree(f"the path {spelled(path)} is there twice: leave one out")
+                raise InvalidTree(f"the path {spelled(path)} occurs twice: leave one out")
             if path[:-1] not in known:
                 missing = next(path[:end] for end in range(1, len(path)) if path[:end] not in known)
                 raise InvalidTree(f"the path {spelled(path)} has no parent: add {spelled(missing)}")
@@ -53,7 +53,7 @@ class StaticTree:
 
     @classmethod
     def load(cls, path: str | Path) -> StaticTree:
-        """The shape in a file of JSON: a list of paths, each a list of ranks. Raises InvalidTree, naming the file."""
+        """The shape in a JSON file: a list of paths, each a list of ranks. Raises InvalidTree, naming the file."""
         try:
             return cls(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
@@ -65,7 +65,7 @@ class StaticTree:
 
     @cached_property
     def below(self) -> Mapping[RankPath, Sequence[int]]:
-        """The ranks of every node's children, ascending; () is the root."""
+        """The ranks of each node's children, ascending; () is the root."""
         children: dict[RankPath, list[int]] = {path: [] for path in ((), *map(tuple, self.paths))}
         for path in self.paths:
             children[tuple(path[:-1])].append(path[-1])
@@ -73,35 +73,35 @@ class StaticTree:
 
     @property
     def depth(self) -> int:
-        """Guesses on the longest path."""
+        """Number of draft tokens on the longest path."""
         return len(self.paths[-1])
 
     @property
     def width(self) -> int:
-        """How many guesses must be drawn after a node for all of its children to be there."""
+        """How many draft tokens must be drawn after a node to include all of its children."""
         return 1 + max(path[-1] for path in self.paths)
 
     def cut(self, depth: int) -> StaticTree | None:
-        """Its paths of at most `depth` guesses; None if there are none."""
+        """The tree of its paths of at most `depth` draft tokens; None if there are none."""
         kept = [path for path in self.paths if len(path) <= depth]
         return self if len(kept) == len(self.paths) else StaticTree(kept) if kept else None
 
 
 def checked(path: object) -> RankPath:
-    """A path as ranks."""
+    """A path as a tuple of ranks. Raises InvalidTree if it is not valid."""
     if not isinstance(path, Sequence) or isinstance(path, str) or not path:
-        raise InvalidTree(f"{spelled(path)} is no path: write the ranks of a guess and those above it, as in {EXAMPLE}")
+        raise InvalidTree(f"{spelled(path)} is not a path: write a list of ranks, as in {EXAMPLE}")
     if len(path) > MOST_DEPTH:
         raise InvalidTree(f"the path {spelled(path)} has {len(path)} ranks: write at most {MOST_DEPTH}")
     for rank in path:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MOST_RANK:
             fix = f"write a whole number from 0 to {MOST_RANK}"
-            raise InvalidTree(f"{spelled(rank)} in the path {spelled(path)} is no rank: {fix}")
+            raise InvalidTree(f"{spelled(rank)} in the path {spelled(path)} is not a rank: {fix}")
     return tuple(path)
 
 
 def spelled(value: object) -> str:
-    """As a file would spell it, cut short."""
+    """A value in JSON syntax, shortened."""
     try:
         text = json.dumps(value, default=shown)
     except (ValueError, TypeError, RecursionError):  # too many digits, keys that are no strings, or a list in itself

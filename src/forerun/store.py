@@ -1,4 +1,4 @@
-"""Store: files and folders that are written whole or not at all, journals, and where forerun keeps files of its own."""
+"""Store: atomic writes of files and folders, journals, and the folder of forerun's own files."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder(kind: str) -> Path:
-    """The folder for one kind of file, such as "kernels"; nothing is made there.
+    """The cache folder for one kind of file, such as "kernels"; it is not created.
 
-    Raises OSError where the user has no home folder.
+    Raises OSError if the user has no home folder.
     """
     try:
         from platformdirs import user_cache_path
 
         base = user_cache_path("forerun", appauthor=False)
-    except ImportError:  # the core also runs with what torch and transformers install, which does not include it
+    except ImportError:  # the core also runs without it, with only the dependencies of torch and transformers
         base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "forerun")
-    except RuntimeError:  # platformdirs knows of no home; earlier versions give a path that begins with "~"
+    except RuntimeError:  # there is no home folder; earlier versions of platformdirs return a path that starts with "~"
         base = Path()
     if not base.is_absolute():
         raise OSError("no home folder is known: set XDG_CACHE_HOME to a folder of your own")
@@ -42,7 +42,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = None) -> None:
-    """Put a file in its place, whole and on disk; readable by this user alone, or by whom `like` is."""
+    """Replace a file atomically, and sync it to disk; readable by this user alone, or with the mode of `like`."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
@@ -58,16 +58,16 @@ def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = 
 
 
 def keep_measured(file: Callable[[], Path], measured: object, what: str) -> None:
-    """Replace a file of forerun's own by these values as JSON, whole; where that is not possible, the log says that
-    `what` is measured again at every start."""
+    """Save measured values as JSON in a cache file. If this fails, a warning says that `what` is measured again at
+    every start."""
     try:
         path = file()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(path, json.dumps(measured, indent=0).encode())
     except OSError as error:
         logger.warning(
-            "%s cannot be kept (%s), so every start measures them again, which takes seconds. Set XDG_CACHE_HOME to a "
-            "folder of your own that you can write to.",
+            "%s cannot be saved (%s), so every start measures them again, which takes seconds. Set XDG_CACHE_HOME to a "
+            "folder that you can write to.",
             what,
             error,
         )
@@ -75,22 +75,22 @@ def keep_measured(file: Callable[[], Path], measured: object, what: str) -> None
 
 @contextmanager
 def writable(folder: Path, option: str = "out") -> Iterator[None]:
-    """Within it, a system that refuses to write there raises InvalidRequest."""
+    """Turns an OSError about writing to the folder into InvalidRequest."""
     try:
         yield
     except OSError as error:
         if isinstance(error, NotADirectoryError | FileExistsError):
             file = next((path for path in (folder, *folder.parents) if path.is_file()), error.filename or folder)
-            raise InvalidRequest(option, f"{file} is no folder, where one is wanted: name another one.") from error
+            raise InvalidRequest(option, f"{file} is not a folder: name another one.") from error
         problem = error.strerror or error
         raise InvalidRequest(option, f"{folder} cannot be written ({problem}): name another folder.") from error
 
 
 def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
-    """Let a text, bytes, or what a function writes to the path that it gets, take a file's place, whole and on disk.
+    """Replace a file atomically by a text, by bytes, or by what a function writes to a path, and sync it to disk.
 
-    Who may read the file before may read it afterwards. Only one process may write it. What a killed one left beside it
-    is written over; nothing is left where this raises.
+    The file's mode stays. Only one process may write the file. A temporary file of a killed process is overwritten;
+    if this raises, no temporary file is left.
     """
     part = path.with_name(f".{path.name}{PART}")
     try:
@@ -108,8 +108,7 @@ def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> 
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, of PyTorch's format unless `metadata` says otherwise. Raises OSError where the system
-    refuses it."""
+    """Write a safetensors file, with PyTorch's format as the default `metadata`. Raises OSError if that fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -122,33 +121,32 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 
 def save_pickle(value: object, path: Path) -> None:
-    """Write a file that torch.load reads. Raises OSError where the system refuses it."""
+    """Write a file for torch.load. Raises OSError if that fails."""
     import torch
 
     with path.open("wb") as file:
         try:
             torch.save(value, file)
-        except RuntimeError as error:  # of a file that cannot be ended, while an OSError tells why is on its way
+        except RuntimeError as error:  # torch cannot finish the file; the OSError with the reason is the context
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def part_of(folder: Path) -> str:
-    """The name of what is written before it has its place in a folder."""
+    """The name of the temporary folder of `whole_folder`."""
     return f".{folder.name}{PART}"
 
 
 def names_in(folder: Path) -> list[str]:
-    """What a folder holds, in order, but for what a killed process left of `whole_folder`."""
+    """The sorted names in a folder, except a temporary folder that a killed process left there."""
     return sorted(path.name for path in folder.iterdir() if path.name != part_of(folder))
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder, which becomes `folder` at the end of the block, whole and on disk; nothing is left of it where
-    the block raises.
+    """An empty temporary folder, which atomically becomes `folder` at the end of the block; removed if that raises.
 
-    Where `folder` is there already, each file takes its place in it, config.json, by which a folder is recognised,
-    behind the weights. Only one process may write the folder. What a killed one left is removed first.
+    If `folder` exists, its files are replaced one by one, config.json, by which a model's folder is recognised, after
+    the weights. Only one process may write the folder. A temporary folder of a killed process is removed first.
     """
     part = (folder if folder.is_dir() else folder.parent) / part_of(folder)
     shutil.rmtree(part, ignore_errors=True)
@@ -156,7 +154,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         yield part
         files = sorted((path.relative_to(part) for path in part.rglob("*") if path.is_file()), reverse=True)
-        mode = part.stat().st_mode & 0o666  # by the umask; safetensors leaves its files to their owner alone
+        mode = part.stat().st_mode & 0o666  # according to the umask; safetensors' files are for their owner only
         for file in files:
             (part / file).chmod(mode)
             sync(part / file)
@@ -172,7 +170,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     if path.is_dir() and os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -184,9 +182,9 @@ def sync(path: Path) -> None:
 
 @dataclass(slots=True)
 class Journal:
-    """JSON lines in a file, from which a run that was stopped goes on; only this process writes it.
+    """A file of JSON lines, from which a stopped run can be resumed; only one process may write it.
 
-    `entries` are those of the lines, None for a damaged one. A last line that a kill cut off is not among them.
+    `entries` are the values of the lines, None for a damaged one. An incomplete last line is dropped.
     """
 
     path: Path
@@ -194,7 +192,7 @@ class Journal:
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """What a file holds, which stays as it is; an empty journal where there is none. Raises OSError."""
+        """The journal in a file, which is not changed; an empty journal if there is no file. Raises OSError."""
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         while lines and not (lines[-1].endswith(b"\n") and parsed(lines[-1]) is not None):
             lines.pop()
@@ -202,20 +200,20 @@ class Journal:
 
     @classmethod
     def of_run(cls, path: Path, head: Mapping[str, Any], what: str, option: str, place: str, fresh: bool) -> Journal:
-        """The journal of one run, whose first entry is `head`, ready to go on; with `fresh` it is begun anew.
+        """The journal of one run, whose first entry is `head`, ready to be continued; with `fresh` it starts again.
 
-        The first key of `head` is the sign by which a journal of this kind is known; `about` is all that decides the
-        result. `what` the run is, the `option` that names the file, and the `place` that it names are for messages.
-        Raises InvalidRequest, with the file as it was, for a file of another kind, and without `fresh` for one of a run
-        with another head; OSError where the system refuses the file.
+        The first key of `head` identifies the kind of journal; its `about` has everything that decides the result.
+        `what` (the kind of run), `option` (which names the file) and `place` (its kind) are for messages. Raises
+        InvalidRequest for a file of another kind and, without `fresh`, for a run with another head; OSError if the file
+        cannot be used. The file does not change then.
         """
-        journal, begun = cls.read(path), json.dumps(head).encode()
+        journal, first_line = cls.read(path), json.dumps(head).encode()
         before = journal.entries[0] if journal.entries else None
-        if path.exists() and not begun.startswith(path.read_bytes()):  # there is more than a part of the first line
+        if path.exists() and not first_line.startswith(path.read_bytes()):  # has more than a part of the first line
             if not isinstance(before, dict) or next(iter(head)) not in before:
-                raise InvalidRequest(option, f"{path} is no journal of a {what}: name another {place}.")
-            if before != json.loads(begun) and not fresh:
-                old, new = flat(before.get("about")), flat(json.loads(begun)["about"])
+                raise InvalidRequest(option, f"{path} is not a journal of a {what}: name another {place}.")
+            if before != json.loads(first_line) and not fresh:
+                old, new = flat(before.get("about")), flat(json.loads(first_line)["about"])
                 differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
                 raise InvalidRequest(
                     option,
@@ -231,14 +229,14 @@ class Journal:
         return journal
 
     def keep(self, count: int) -> None:
-        """Go on behind the first `count` entries; what the file has behind them is dropped. Raises OSError."""
+        """Truncate the journal after its first `count` entries. Raises OSError."""
         del self.entries[count:]
         with self.path.open("ab+") as file:
             file.seek(0)
             file.truncate(sum(map(len, file.read().splitlines(keepends=True)[:count])))
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """One more entry, which is on disk when this returns. Raises OSError, with the file as it was."""
+        """Append an entry, and sync it to disk. Raises OSError, without a change of the file."""
         line = json.dumps(entry).encode() + b"\n"
         with self.path.open("ab", buffering=0) as file:
             size, left = file.tell(), line
@@ -253,7 +251,7 @@ class Journal:
 
 
 def parsed(line: bytes) -> Any:
-    """A line's value; None where it is no JSON."""
+    """The value of a line; None if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -261,7 +259,7 @@ def parsed(line: bytes) -> Any:
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """The values inside an object, by the names that lead to them, with dots between."""
+    """The values inside nested objects, by their keys joined with dots."""
     if not isinstance(value, dict):
         return {name: value}
     return {k: v for key, inner in value.items() for k, v in flat(inner, f"{name}.{key}" if name else key).items()}

@@ -1,8 +1,8 @@
 """The standard streams: what is written to which, and how the program ends when one of them cannot be written.
 
-Standard output carries only the answer; errors, cards beside an answer, and bars go to standard error. If the reader of
-standard output goes away (`| head -1`), the program ends without a message, like other programs; if a disk is full, it
-ends with one line. A server goes on instead, whatever becomes of its standard error.
+Standard output gets only the answer; errors, cards and bars go to standard error. If the reader of standard output ends
+(`| head -1`), the program ends without a message, like other programs; if a disk is full, it ends with one line. A
+server continues instead, even if its standard error cannot be written.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, NoReturn, cast
 
 MISTAKE = 2
 FAULT = 3
-READER_GONE = 141  # what a shell reports of a program that a closed pipe has killed: 128 + SIGPIPE
-MOST_PENDING = 1 << 12  # texts that nobody has taken yet
-PATIENCE_S = 1.0  # at the end, for a reader that is slow
+READER_GONE = 141  # the status of a program that was killed by a closed pipe: 128 + SIGPIPE
+MOST_PENDING = 1 << 12  # texts that wait to be written
+PATIENCE_S = 1.0  # waiting time for a slow reader at the end
 
 
 def show_error(error: object) -> None:
@@ -41,7 +41,7 @@ def _show_line(kind: str, colour: str, message: object) -> None:
 
 
 class WarningLines(logging.Handler):
-    """Shows what the library warns of, each on one line on standard error."""
+    """Shows each warning of the library as one line on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one warning."""
@@ -49,13 +49,13 @@ class WarningLines(logging.Handler):
 
 
 def show_warnings() -> None:
-    """Show what the library warns of in the form of the command line's other messages, from here on."""
+    """Show the library's warnings in the form of the command line's other messages, from now on."""
     logging.getLogger("forerun").addHandler(WarningLines(logging.WARNING))
 
 
 @contextmanager
 def warnings_held_back() -> Iterator[None]:
-    """Within it warnings wait for its end, so that none is shown in the middle of a text that is streamed."""
+    """Holds warnings back until the end of the block, so that none is shown in the middle of a streamed text."""
     logger = logging.getLogger("forerun")
     before = logger.handlers
     waiting = [MemoryHandler(MOST_PENDING, logging.CRITICAL + 1, handler) for handler in before]
@@ -67,7 +67,7 @@ def warnings_held_back() -> Iterator[None]:
     finally:
         logger.handlers = before
         for handler in waiting:
-            handler.close()  # shows what waits
+            handler.close()  # shows the warnings
 
 
 def show_note(text: str) -> None:
@@ -76,7 +76,7 @@ def show_note(text: str) -> None:
 
 
 def end_at_faults() -> None:
-    """Give an error that nothing was prepared for a status of its own, since 1 says that tokens differ."""
+    """End the program with status FAULT after an unexpected error, since status 1 means that tokens differ."""
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.__excepthook__(kind, error, trace)
@@ -88,42 +88,42 @@ def end_at_faults() -> None:
 
 
 def guard_streams() -> None:
-    """Make writing to the standard streams end the program in an orderly way where it fails, from here on."""
-    for number in range(3):  # a socket in the place of a closed stream would get what libraries write there
+    """From now on, end the program in an orderly way if writing to a standard stream fails."""
+    for number in range(3):  # else the next socket may get the number of a closed stream, and its output
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Nowhere()  # a process may be started without
+        stream = getattr(sys, name) or Nowhere()  # a process may be started without streams
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows "?"
+            stream.reconfigure(errors="replace")  # writes "?" for a character that the terminal's encoding lacks
         setattr(sys, name, Guarded(stream))
 
 
 class Nowhere(io.TextIOBase):
-    """A text stream whose text is dropped."""
+    """A text stream that discards its text."""
 
     def write(self, text: str) -> int:
-        """Take the text as written."""
+        """Discard the text."""
         return len(text)
 
 
 class Guarded:
-    """A text stream whose failures to write raise SystemExit with the status that the program shall end with."""
+    """A text stream that raises SystemExit, with the right status, if it cannot be written."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write the text to the stream; how many characters that were."""
+        """Write the text to the stream; returns the number of characters."""
         try:
             return int(self._stream.write(text))
         except OSError as error:
             self._end(error)
 
     def flush(self) -> None:
-        """Hand over what the stream holds back."""
+        """Write the stream's buffer."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -133,9 +133,9 @@ class Guarded:
         return getattr(self._stream, name)
 
     def _end(self, error: OSError) -> NoReturn:
-        """Drop what cannot be written, say so where that can be read, and exit."""
+        """Discard further text, print an error if standard error works, and exit."""
         broken, self._stream = self._stream, Nowhere()
-        with suppress(OSError, ValueError):  # what is left in its buffer is written once more when it is closed
+        with suppress(OSError, ValueError):  # its buffer is written again when it is closed: let that go to devnull
             number, nowhere = broken.fileno(), os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.close(nowhere)
@@ -148,11 +148,11 @@ class Guarded:
 
 @contextmanager
 def unfailing_stderr() -> Iterator[None]:
-    """Within it nobody who writes to standard error waits or fails, whatever becomes of the text."""
+    """Within the block, writing to standard error never waits and never fails; text may be dropped."""
     before = sys.stderr
     try:
         number = before.fileno()
-    except (OSError, ValueError):  # it is in memory, or nowhere
+    except (OSError, ValueError):  # it is in memory, or closed
         yield
         return
     stream = BackgroundStream(number, before.encoding)
@@ -165,10 +165,10 @@ def unfailing_stderr() -> Iterator[None]:
 
 
 class BackgroundStream(io.TextIOBase):
-    """A text stream that a thread of its own writes to a file descriptor.
+    """A text stream whose own thread writes to a file descriptor, so that writing never waits for a slow reader.
 
-    A reader that is slow, or has stopped, holds nobody up: of what it has not taken MOST_PENDING texts are kept. What
-    is written beyond that, and what the system refuses, is dropped; later text is tried again.
+    Up to MOST_PENDING texts wait to be written. Further text, and text that cannot be written, is dropped; later text
+    is tried again.
     """
 
     encoding = "utf-8"
@@ -181,29 +181,29 @@ class BackgroundStream(io.TextIOBase):
         self.thread.start()
 
     def write(self, text: str) -> int:
-        """Take the text."""
+        """Queue the text; drop it if the queue is full."""
         with suppress(Full):
             if not self.closed:
                 self.pending.put_nowait(text.encode(self.encoding, "replace"))
         return len(text)
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """The file descriptor."""
         return self.number
 
     def isatty(self) -> bool:
-        """Whether a person may be looking."""
+        """Whether the stream is a terminal."""
         return os.isatty(self.number)
 
     def close(self) -> None:
-        """Write what is left, as far as it is taken soon, and take nothing any more."""
+        """Accept no more text, and write the queued text, waiting at most PATIENCE_S for the reader."""
         super().close()
         with suppress(Full):  # nobody reads
             self.pending.put(None, timeout=PATIENCE_S)
             self.thread.join(PATIENCE_S)
 
     def run(self) -> None:
-        """Write until it is closed."""
+        """The thread: write queued text until the stream is closed."""
         for data in iter(self.pending.get, None):
             left = memoryview(data)
             with suppress(OSError):

@@ -127,7 +127,7 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with StandIn("vllm", MODEL, depth=DEPTH).running() as server, StandIn("vllm", MODEL).running() as plain:
         result = tune("--server", server.url, "--against", plain.url, "--clients", "1")
     assert "disturbed" in result.stdout
-    assert "so this is not to be trusted" in " ".join(result.stdout.split())
+    assert "so this measurement is unreliable" in " ".join(result.stdout.split())
 
 
 def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:

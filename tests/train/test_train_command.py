@@ -411,7 +411,7 @@ def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
 def test_a_file_where_a_folder_is_wanted_is_named(below: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(InvalidRequest, match=f"{file} is no folder, where one is wanted: name another one"):
+    with pytest.raises(InvalidRequest, match=f"{file} is not a folder: name another one"):
         TrainFolder(file / below).claim({"settings": {}}, force=False)
     assert file.read_text() == "mine"
 
