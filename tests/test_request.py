@@ -76,7 +76,7 @@ def test_text_is_text_however_it_is_named() -> None:
         ({"prompt": 7}, "prompt: .* has no prompt"),
         ({"prompt_token_ids": "abc"}, "prompt: 'abc' is not a prompt"),
         ({"text": "a"}, "prompt: the key 'text' is not supported"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompt: the key 'multi_modal_data' is not served"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompt: the key 'multi_modal_data' is not supported"),
         (["x" * 10_000, 1.5], r"prompt: 'x+\.\.\.x+' is not a token id"),
     ],
 )

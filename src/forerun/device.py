@@ -276,8 +276,8 @@ def softmax(logits: Float[Tensor, "rows vocab"], log: bool = False) -> Float[Ten
     A GPU reads a long row in vectors from the next aligned address on, so rows are padded to a multiple of VECTOR.
     """
     vocab = logits.shape[1]
-    whole = logits if is_cpu(logits.device) else pad(logits, (0, -vocab % VECTOR), value=-math.inf)
-    return (whole.log_softmax(1) if log else whole.softmax(1))[:, :vocab]
+    padded = logits if is_cpu(logits.device) else pad(logits, (0, -vocab % VECTOR), value=-math.inf)
+    return (padded.log_softmax(1) if log else padded.softmax(1))[:, :vocab]
 
 
 class Download:

@@ -72,16 +72,16 @@ WORDS: Mapping[str, Word] = {
     "enable_prefix_caching": Word((True, None), "use prefix_cache=False, with the same effect"),
     "enable_sleep_mode": Word((False,), "use llm.close() to free the memory"),
     "enforce_eager": Word(YES_OR_NO, "it must be True or False"),
-    "guided_decoding_backend": Word((None, "auto"), "forerun has no structured outputs; leave it out"),
+    "guided_decoding_backend": Word((None, "auto"), "grammars are compiled by llguidance; leave it out"),
     "hf_overrides": Word((None,), "change config.json in a copy of the checkpoint"),
     "hf_token": Word((None,), "set the environment variable HF_TOKEN instead"),
-    "kv_cache_dtype": Word(("auto",), "keys and values are kept in the format of the weights; use 'auto'"),
+    "kv_cache_dtype": Word(("auto",), "the KV cache has the data type of the model; use 'auto'"),
     "kv_cache_memory_bytes": Word((None,), "use memory_bytes, which counts weights and caches together"),
     "limit_mm_per_prompt": Word((None,), TEXT_ONLY),
     "load_format": Word(("auto", "safetensors"), "forerun reads safetensors; use 'auto'"),
     "logits_processors": Word((None,), "give them with a request, in SamplingParams"),
     "logprobs_mode": Word(("raw_logprobs",), "log-probabilities are those of the raw logits; use 'raw_logprobs'"),
-    "max_logprobs": Word((None, -1), "it must be a whole number; requests say how many they want", amount=True),
+    "max_logprobs": Word((None, -1), "it must be a whole number; use logprobs in SamplingParams", amount=True),
     "max_num_batched_tokens": Word((None,), "use chunk_tokens, the most prompt tokens that one pass reads"),
     "max_seq_len_to_capture": Word((None,), OWN_GRAPHS, amount=True),
     "mm_processor_kwargs": Word((None,), TEXT_ONLY),
@@ -93,23 +93,23 @@ WORDS: Mapping[str, Word] = {
     "override_generation_config": Word((None,), "give SamplingParams with a request"),
     "pipeline_parallel_size": Word((1,), ONE_DEVICE),
     "pooler_config": Word((None,), "forerun generates text; leave it out"),
-    "quantization": Word((None,), 'a quantized checkpoint says so itself; others are, with quantize="int8" or "int4"'),
+    "quantization": Word((None,), 'leave it out for a quantized checkpoint; for others use quantize="int8" or "int4"'),
     "runner": Word(("auto", "generate"), "forerun generates text; use 'generate'"),
     "scheduling_policy": Word(("fcfs",), "requests are served first come, first served; use 'fcfs'"),
-    "served_model_name": Word((None,), "a model is shown by the name that it was loaded by; leave it out"),
-    "skip_tokenizer_init": Word((False,), "prompts may be token ids all the same; use False"),
+    "served_model_name": Word((None,), "a model has the name with which it was loaded; leave it out"),
+    "skip_tokenizer_init": Word((False,), "prompts may be token ids in any case; use False"),
     "speculative_model": Word((None,), 'use draft="ngram" or draft="model:DIR"'),
-    "structured_outputs_config": Word((None,), "forerun has no structured outputs; leave it out"),
-    "swap_space": Word((None,), "it must be a number; nothing is swapped out here", amount=True),
+    "structured_outputs_config": Word((None,), "use grammar in SamplingParams; leave it out"),
+    "swap_space": Word((None,), "it must be a number; forerun never swaps", amount=True),
     "task": Word(("auto", "generate"), "forerun generates text; use 'generate'"),
     "tokenizer_mode": Word(("auto", "hf"), "forerun reads tokenizer.json; use 'auto'"),
-    "tokenizer_revision": Word((None,), "use tokenizer with a folder that holds that revision"),
+    "tokenizer_revision": Word((None,), "use tokenizer with a folder of that revision"),
     "trust_remote_code": Word(YES_OR_NO, NO_REMOTE_CODE),
     "use_v2_block_manager": Word(YES_OR_NO, "it must be True or False"),
 }
 REQUEST_WORDS: Mapping[str, Word] = {  # of `generate` and `chat`
-    "chat_template_content_format": Word(("auto", "string"), "contents are text here; use 'string'"),
-    "guided_options_request": Word((None,), "forerun has no structured outputs; leave it out"),
+    "chat_template_content_format": Word(("auto", "string"), "contents are rendered as text; use 'string'"),
+    "guided_options_request": Word((None,), "use grammar in SamplingParams; leave it out"),
     "lora_request": Word((None,), "forerun has no LoRA adapters; merge the adapter into the checkpoint"),
     "mm_processor_kwargs": Word((None,), TEXT_ONLY),
     "priority": Word((None, 0), "requests are served first come, first served; leave it out"),
@@ -117,32 +117,32 @@ REQUEST_WORDS: Mapping[str, Word] = {  # of `generate` and `chat`
     "prompt_token_ids": Word((None,), 'give {"prompt_token_ids": ids} as the prompt'),
     "tokenization_kwargs": Word((None,), "give token ids as the prompt"),
 }
-ONE_RANK = "rank 0 has the drafter alone; use 1"
-SAME_DRAFTER = "the drafter is loaded as the target is; leave it out"
+ONE_RANK = "the drafter runs on rank 0 only; use 1"
+SAME_DRAFTER = "the drafter is loaded like the target; leave it out"
 SPECULATIVE_WORDS: Mapping[str, Word] = {
     "disable_by_batch_size": Word((None,), "use speculation=False for requests that should not be drafted"),
-    "disable_padded_drafter_batch": Word((False,), "drafts are never padded here; leave it out"),
-    "draft_sample_method": Word((None,), "drafts are drawn with the target's own noise; leave it out"),
+    "disable_padded_drafter_batch": Word((False,), "forerun does not pad drafts; leave it out"),
+    "draft_sample_method": Word((None,), "draft tokens are sampled with the target's noise; leave it out"),
     "draft_tensor_parallel_size": Word((1, None), ONE_RANK),
     "enforce_eager": Word(YES_OR_NO, "it must be True or False"),
-    "max_model_len": Word((None,), "the drafter reads texts as long as the target does; leave it out"),
-    "parallel_drafting": Word((False, None), "no drafter here guesses in parallel; leave it out"),
+    "max_model_len": Word((None,), "the drafter has the target's context length; leave it out"),
+    "parallel_drafting": Word((False, None), "each kind of drafter decides this itself; leave it out"),
     "quantization": Word((None,), SAME_DRAFTER),
     "rejection_sample_method": Word((None,), 'use verification="token" or "block"'),
-    "revision": Word((None,), "use a folder that holds that revision as the model"),
-    "suffix_decoding_max_cached_requests": Word((None,), "what is remembered is bounded by memory_bytes; leave it out"),
-    "suffix_decoding_max_spec_factor": Word((None,), "how far drafts go is decided by what they bring; leave it out"),
-    "suffix_decoding_max_tree_depth": Word((None, 24), "contexts of up to 24 tokens are kept; leave it out"),
-    "suffix_decoding_min_token_prob": Word((None,), "how far drafts go is decided by what they bring; leave it out"),
+    "revision": Word((None,), "use a folder of that revision as the model"),
+    "suffix_decoding_max_cached_requests": Word((None,), "memory_bytes limits the stored answers; leave it out"),
+    "suffix_decoding_max_spec_factor": Word((None,), "the depth is chosen by measured gain; leave it out"),
+    "suffix_decoding_max_tree_depth": Word((None, 24), "contexts have up to 24 tokens; leave it out"),
+    "suffix_decoding_min_token_prob": Word((None,), "the depth is chosen by measured gain; leave it out"),
     "tensor_parallel_size": Word((1, None), ONE_RANK),
 }
-METHODS = {  # of speculative_config, and the keys that each one needs or may have
+METHODS = {  # of speculative_config, and the keys of each method
     "draft_model": ("model", "num_speculative_tokens"),
     "ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("num_speculative_tokens",),
 }
-NGRAM_LENGTH = 5  # vLLM's prompt_lookup_max where nothing is said
-SUFFIX_DEPTH = 24  # and its num_speculative_tokens for suffix decoding
+NGRAM_LENGTH = 5  # vLLM's default prompt_lookup_max
+SUFFIX_DEPTH = 24  # vLLM's default num_speculative_tokens for suffix decoding
 
 
 def check_words(

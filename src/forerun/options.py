@@ -200,7 +200,7 @@ class AnswerOptions:
     ] = None
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = None
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling: probability of the nucleus.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the likeliest.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this fraction of the top one.")] = None
     seed: Annotated[int | None, typer.Option(help="Random seed; the same seed gives the same answer.")] = None
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="Maximum new tokens; default: the model's, or 256.")

@@ -308,8 +308,8 @@ class Engine:
     def accept(self, target: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
         """Make the verdict final: update the KV cache, the sequences (tokens, stops) and the drafter.
 
-        Everything is computed before anything is changed; the host waits for the device once. The assignment of
-        `active.decided` makes the round final.
+        Everything is computed first; the host waits for the device once. The assignment of `active.decided` makes the
+        round final.
         """
         accepted = accept(verdict, [row.tree for row in target.rows if row.tree], target.drawn)
         target.check_drawn(accepted)

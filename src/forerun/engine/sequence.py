@@ -85,9 +85,9 @@ class Sequence:
     @property
     def room(self) -> int:
         """Number of tokens that may still be generated."""
-        asked = self.params.max_tokens
-        limit = self.max_length - len(self.tokens)
-        return limit if asked is None else min(limit, asked - self.num_output)
+        max_tokens = self.params.max_tokens
+        room = self.max_length - len(self.tokens)
+        return room if max_tokens is None else min(room, max_tokens - self.num_output)
 
     @property
     def scores_prompt(self) -> bool:

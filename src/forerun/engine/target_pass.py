@@ -102,10 +102,10 @@ def unseen_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> De
 
 def can_resume(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
     """Whether the pass can continue above an early exit: `tree` is the one that was drafted, and no tap lies below."""
-    resume, proposed = draft.resume, draft.tree
+    resume, drafted = draft.resume, draft.tree
     if resume is None or any(0 <= tap < resume.layer for tap in taps):
         return False
-    return torch.equal(proposed.tokens, tree.tokens) and torch.equal(proposed.parents, tree.parents)
+    return torch.equal(drafted.tokens, tree.tokens) and torch.equal(drafted.parents, tree.parents)
 
 
 def num_resumed(draft: Draft) -> list[int]:

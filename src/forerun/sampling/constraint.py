@@ -1,9 +1,9 @@
 """Constraint: the tokens that the grammar of one sequence allows after its text and after draft tokens.
 
-One matcher serves all nodes of a tree: it is moved to the node that is asked for, and its mask there is cached until
-the text continues differently. Masks depend on the tokens alone, so nothing has to be committed or rolled back after a
-round. The end tokens of a request are allowed where the grammar accepts the text. Everything is allowed after an end
-token and after a draft token that the grammar forbids, since no text gets there.
+One matcher serves all nodes of a tree: it is moved from node to node, and the mask of a node is cached until the text
+continues differently. Masks depend on the tokens alone, so nothing has to be committed or rolled back after a round.
+The end tokens of a request are allowed where the grammar accepts the text. Everything is allowed after an end token and
+after a draft token that the grammar forbids, since no text gets there.
 """
 
 from __future__ import annotations

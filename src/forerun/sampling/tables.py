@@ -122,7 +122,7 @@ class RoundTables:
         """The tables by name, with the widths of these steps, which must be at least those that the rows need.
 
         `numbers` has a column for each of NUMBERS. `added` is added to the logits of the ids `fixed`, -inf to ban them.
-        The ids `ends` are banned before the positions `ends_from`. The ids `counted` occur `said` times in the answer;
+        The ids `ends` are banned before the positions `ends_from`. The ids `counted` occur `times` in the answer;
         -1 marks unused entries. `heads` are all tokens of each bad word but the last, `lasts` its last token, and
         `endings` the answer's last tokens; heads and endings are right-aligned.
         """
@@ -137,7 +137,7 @@ class RoundTables:
         if steps.counted:
             counts = [edits.counts for edits in self.edits]
             arrays["counted"] = repeated([c.ids if c else () for c in counts], steps.counted, 0, np.int32)
-            arrays["said"] = repeated([c.times if c else () for c in counts], steps.counted, -1, np.int32)
+            arrays["times"] = repeated([c.times if c else () for c in counts], steps.counted, -1, np.int32)
         if steps.words:
             arrays |= self._word_arrays(steps.words, steps.reach)
         return arrays

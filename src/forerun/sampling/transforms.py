@@ -205,7 +205,7 @@ class Transforms:
 
     def _counted(self, at: PathState) -> tuple[Int[Tensor, "nodes ids"], Int[Tensor, "nodes ids"]]:
         """(the distinct ids of each node's text, how often each occurs in the answer)."""
-        return self.tables["counted"][at.row].long(), self.tables["said"][at.row]
+        return self.tables["counted"][at.row].long(), self.tables["times"][at.row]
 
 
 def _run_processors(

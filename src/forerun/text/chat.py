@@ -22,9 +22,9 @@ from forerun.text.renderer import RENDERER
 
 FILE = "chat_template.jinja"
 OTHER_FILES = "additional_chat_templates/*.jinja"
-PUT_BESIDE = f"put one into {FILE} beside tokenizer.json"
+PUT_INTO_FOLDER = f"put one into {FILE} next to tokenizer.json"
 NAME_ANOTHER = "name a folder that has one with --tokenizer"
-MARK = "<|forerun goes on here|>"
+MARK = "<|forerun continues here|>"
 MOST_DEPTH = 64  # of lists and objects inside a message
 LONGEST_TEMPLATE = 1 << 20
 LONGEST_VALUES = 1 << 24  # characters: several times what the longest context holds
@@ -40,7 +40,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, declared: object, origin: str, files: Mapping[str, Path] | None = None, cure: str = PUT_BESIDE
+        self, declared: object, origin: str, files: Mapping[str, Path] | None = None, cure: str = PUT_INTO_FOLDER
     ) -> None:
         self._declared = declared
         self._origin = origin

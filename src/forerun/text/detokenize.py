@@ -230,7 +230,7 @@ class _ByteRun:
     broken: bool = False
 
     @property
-    def whole(self) -> bool:
+    def is_text(self) -> bool:
         return not self.broken and not self.utf8.getstate()[0]
 
 
@@ -281,13 +281,13 @@ class WordSpelling:
         return _pieces(text, ordinal)
 
     def undecided(self) -> Sequence[Piece]:
-        return self._run.text if self._run.whole else ()
+        return self._run.text if self._run.is_text else ()
 
     def close(self) -> list[Piece]:
         run = self._run
         if not run.ordinals and not run.broken:
             return []
-        pieces = run.text if run.whole else self._spoiled()
+        pieces = run.text if run.is_text else self._spoiled()
         self._run = _ByteRun()
         return pieces
 
