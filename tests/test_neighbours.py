@@ -134,10 +134,10 @@ def test_kernels_are_not_chosen_by_disturbed_times(always: Callable[[float], Non
         return {}
 
     always(BUSY)
-    assert choice.undisturbed(measure) is None
+    assert choice.measure_undisturbed(measure) is None
     assert len(calls) == choice.TRIES
     always(0.0)
-    assert choice.undisturbed(measure) == {}
+    assert choice.measure_undisturbed(measure) == {}
 
 
 def test_costs_of_rounds_that_were_disturbed_are_not_kept(
