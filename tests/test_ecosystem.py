@@ -84,7 +84,10 @@ def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> No
         ({"enforce_eager": "x" * 500}, "enforce_eager: .x+...x+. is not supported"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization: 0 must be a share above 0"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: 1.5 must be a share above 0"),
-        ({"gpu_memory_utilization": 0.5, "memory_bytes": 10**9}, "gpu_memory_utilization: memory_bytes has the same meaning"),
+        (
+            {"gpu_memory_utilization": 0.5, "memory_bytes": 10**9},
+            "gpu_memory_utilization: memory_bytes has the same meaning",
+        ),
         ({"speculative_config": NGRAM, "draft": "ngram"}, "speculative_config: it sets drafter and depth"),
         ({"speculative_config": NGRAM, "speculation": 3}, "speculative_config: it sets drafter and depth"),
         ({"speculative_config": NGRAM, "pipeline_parallel_size": 4}, "pipeline_parallel_size: 4"),
