@@ -292,7 +292,7 @@ def test_an_engine_on_another_runner_does_without_and_says_so(
     assert record.getMessage() == "Drafting is switched off: the drafter early-exit failed."
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], WrongTarget)
-    assert "early-exit:2 reads in the cache of the target that it was built for" in str(record.exc_info[1])
+    assert "early-exit:2 uses the cache of the target that it was built for" in str(record.exc_info[1])
 
 
 def test_layers_are_shared_not_copied(bench_of: Benches) -> None:

@@ -349,5 +349,5 @@ def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(
     path = cache.path(0)
     path.write_bytes(path.read_bytes()[:-10])
     assert cache.load(0) is None
-    with pytest.raises(InvalidRequest, match=r"cache: The cache .* are free\. Name a folder with more room"):
+    with pytest.raises(InvalidRequest, match=r"cache: The cache .* are free\. Name a folder on a larger disk"):
         AnswerCache.at(tmp_path, {"target": "x"}, 10**18)

@@ -1,4 +1,4 @@
-"""The static tree of a training: shares by brute force, the worthiest nodes by enumeration, and drafts in its shape."""
+"""The static tree of a training: accuracies by brute force, the best nodes by enumeration, and drafts in its shape."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
-from forerun.train.held_out import MOST_CHILDREN, judge_held_out, ranked, shares_right, worthiest
+from forerun.train.held_out import MOST_CHILDREN, accuracies, judge_held_out, likeliest_tree, ranks_of
 from forerun.train.settings import TrainSettings
 from heads.trained import heads_of
 from kit.checkpoints import TARGET
@@ -29,7 +29,7 @@ def test_the_nodes_are_the_worthiest_of_all_that_there_could_be(seed: int) -> No
     every = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
     worth = {path: math.prod(shares[d][rank] for d, rank in enumerate(path)) for path in every}
     for num_nodes in (1, 4, 9, 30, 100):
-        tree = worthiest(shares, num_nodes)
+        tree = likeliest_tree(shares, num_nodes)
         likely = sorted(every, key=lambda path: -worth[path])[:num_nodes]
         assert sum(worth[tuple(path)] for path in tree.paths) == pytest.approx(sum(worth[path] for path in likely))
         assert len(tree.paths) == min(num_nodes, len(every))
@@ -45,7 +45,7 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
     student = student_of("medusa", target, tmp_path / "heads")
     source = source_for(student, settings, tmp_path)
     objective, texts = source.objective, source.held_out(quiet)
-    shares = shares_right(objective, student, texts)
+    shares = accuracies(objective, student, texts)
     first = judge_held_out(objective, student, texts, quiet)
     source.llm.close()
     assert [len(own) for own in shares] == [MOST_CHILDREN] * 3
@@ -54,7 +54,7 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
     assert shares[0][0] == pytest.approx(first.acceptance_at_depth[0], abs=0.15)
     folder = heads_of(TARGET, tmp_path / "heads", 3)
     accepted = []
-    for shape in (StaticTree([[0], [0, 0], [0, 0, 0]]), worthiest(shares, 12)):
+    for shape in (StaticTree([[0], [0, 0], [0, 0, 0]]), likeliest_tree(shares, 12)):
         llm = LLM(str(TARGET), f"medusa:{folder}", speculation=Speculation(tree=shape), max_num_seqs=1)
         for text in texts:
             params = SamplingParams(temperature=temperature, seed=text.seed, max_tokens=32, ignore_eos=True)
@@ -77,6 +77,6 @@ def test_a_guess_is_ranked_by_where_it_is_among_those_drawn(tmp_path: Path) -> N
         for place, token in enumerate(told.tolist()):
             others = [t for t in range(3, 10) if t != token][:rank]
             logits[0, place, others], logits[0, place, token] = 5.0, 4.0
-        found = ranked(objective, student, text, logits, 1, 4)[: len(told)]
+        found = ranks_of(objective, student, text, logits, 1, 4)[: len(told)]
         assert found.tolist() == [rank] * len(told)
         assert json.dumps(found.tolist())

@@ -144,7 +144,7 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
         (["--exit", "2"], "(exit_layer was 3 and is 2)"),
         (["--steps", "9"], f"--steps was {steps} and is 9"),
         (["--steps", "99", "--seed", "1"], f"(--seed was 0 and is 1; --steps was {steps} and is 99)"),
-        (["--data", str(other)], "is of another training (other data)"),
+        (["--data", str(other)], "has another training (other data)"),
     ):
         refused = refusal("train", *arguments, *more)
         assert said in refused
@@ -181,7 +181,7 @@ def test_a_training_that_is_over_goes_on_with_more_steps(
     assert trained_to(5, "b").exit_code != 0
     told = trained_to(6, "b")
     assert told.exit_code == 2
-    assert "with --steps 5 that is not over: let it end with --steps 5 first" in told.stderr.replace("\n", " ")
+    assert "with --steps 5: finish it with --steps 5 first" in told.stderr.replace("\n", " ")
     killed_at[0] = -1
     assert "resumes at step 4: " in trained_to(5, "b").stderr
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
@@ -196,7 +196,7 @@ def test_a_training_is_longer_only_behind_its_end(tmp_path: Path) -> None:
     for state in (None, TrainState(step=2, asked=3.0), TrainState(step=2, stopped="it is over", asked=2.0)):
         if state is not None:
             folder.save(state)
-        with pytest.raises(FolderTaken, match="with --steps 3 that is not over: let it end with --steps 3 first"):
+        with pytest.raises(FolderTaken, match="with --steps 3: finish it with --steps 3 first"):
             folder.claim(longer, force=False)
         folder.claim(about, force=False)
     folder.save(TrainState(step=3, stopped="it is over", asked=3.0))
@@ -207,7 +207,7 @@ def test_a_training_is_longer_only_behind_its_end(tmp_path: Path) -> None:
     assert not (tmp_path / RECORD).exists()
     with pytest.raises(FolderTaken, match=r"--steps was 5 and is 3"):
         folder.claim(about, force=False)
-    with pytest.raises(FolderTaken, match="with --steps 5 that is not over"):
+    with pytest.raises(FolderTaken, match="unfinished training with --steps 5"):
         folder.claim({"settings": about["settings"] | {"steps": 7}}, force=False)
 
 
@@ -218,7 +218,7 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
     (mine / "thesis.txt").write_text("years of work")
     arguments = ["early-exit", *QUICK, "--steps", "1", "--data", str(prompts), "--out", str(mine)]
     said = refusal("train", *arguments)
-    assert "holds config.json, thesis.txt: name another folder with --out, or overwrite it with --force" in said
+    assert "contains config.json, thesis.txt: name another folder with --out, or overwrite it with --force" in said
     assert sorted(path.name for path in mine.iterdir()) == ["config.json", "thesis.txt"]
     assert (mine / "config.json").read_text() == "precious"
     assert command("train", *arguments, "--force").exit_code == 0
@@ -245,8 +245,8 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
         (["mtp", "--taps", "2"], r"taps: '2' is no option of mtp, which has --mlp"),
         (["draft", "--init", "stdlib-draft"], "--init stdlib-draft has another tokenizer than"),
         (["draft", "--init", str(TARGET), "--layers", "2"], "layers: 2 is no option of draft --init"),
-        (["draft", "--steps", "2", "--hours", "1"], "hours: --steps says how long"),
-        (["draft", "--hours", "1", "--cache", "x"], "cache: its size is unknown with --hours: give --steps"),
+        (["draft", "--steps", "2", "--hours", "1"], "hours: it excludes --steps"),
+        (["draft", "--hours", "1", "--cache", "x"], "cache: its size is unknown with --hours: use --steps"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_written(
@@ -297,7 +297,7 @@ def test_it_stops_early_where_held_out_acceptance_does_not_rise(prompts: Path, t
     )
     told = json.loads(result.stdout)
     assert (told["steps"], told["best_step"]) == (6, 0)
-    assert told["stopped"] == "held-out acceptance has not risen in 3 looks"
+    assert told["stopped"] == "held-out acceptance has not risen in 3 evaluations"
 
 
 def test_a_loss_that_is_no_number_ends_the_training_by_name(
@@ -401,7 +401,7 @@ def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(FolderTaken, match=r"checkpoint\.pt is damaged .*start over with --force"):
         folder.load()
     folder.claim({"student": {"kind": "medusa", "heads": 2}}, force=True)
-    with pytest.raises(FolderTaken, match="is of a training of the kind medusa, not eagle: name another folder"):
+    with pytest.raises(FolderTaken, match="has a training of the kind medusa, not eagle: name another folder"):
         folder.claim({"student": {"kind": "eagle", "layers": 1}}, force=False)
     folder.claim({"a": 2}, force=True)
     assert folder.load() is None
@@ -418,7 +418,7 @@ def test_a_file_where_a_folder_is_wanted_is_named(below: str, tmp_path: Path) ->
 
 def test_an_interrupted_training_says_where_it_goes_on(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
-    assert folder.next_start() == "starts anew, as nothing was saved yet"
+    assert folder.next_start() == "starts again, as nothing was saved yet"
     folder.claim({"settings": {}}, force=False)
     folder.save(TrainState(step=12))
     assert folder.next_start() == "resumes at step 12"

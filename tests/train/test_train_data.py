@@ -69,8 +69,8 @@ def test_the_same_prompt_is_never_on_both_sides_and_the_split_is_that_of_the_pro
 
 
 BAD = {
-    '{"prompt": 3}\n': r'"prompt" is 3: it must hold some text',
-    '{"prompt": ""}\n': r'"prompt" is \'\': it must hold some text',
+    '{"prompt": 3}\n': r'"prompt" is 3: it must be a text that is not empty',
+    '{"prompt": ""}\n': r'"prompt" is \'\': it must be a text that is not empty',
     '{"other": "x"}\n': r"no field prompt, messages, text \(it has other\)",
     "[1]\n": r"\[1\] is not an object",
     "null\n": r"null is not an object",
@@ -90,7 +90,7 @@ def test_a_bad_line_is_reported_by_file_and_line_and_left_out(
     with caplog.at_level(logging.WARNING):
         data = read_prompts([path], SETTINGS)
     assert len(data.train) + len(data.held_out) == 99
-    assert [r.getMessage() for r in caplog.records] == [f"left out: {data.bad[0]}"]
+    assert [r.getMessage() for r in caplog.records] == [f"skipped: {data.bad[0]}"]
     assert data.bad[0].startswith(f"{path}:41: ")
     assert re.search(BAD[bad], data.bad[0])
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_read_at_all_is_refused(tmp_path: Path) -> None:
     latin.write_bytes("Größe".encode("latin-1"))
     with pytest.raises(UnusableData, match=r"latin\.md: not UTF-8"):
         read_prompts([latin], SETTINGS)
-    with pytest.raises(InvalidRequest, match=r"data: .*missing\.txt: it cannot be read"):
+    with pytest.raises(InvalidRequest, match=r"data: .*missing\.txt cannot be read"):
         read_prompts([tmp_path / "missing.txt"], SETTINGS)
     with pytest.raises(InvalidRequest, match="different prompts in all: 1; give at least 2"):
         read_prompts([lines(tmp_path / "c.txt", "Once\n", "Once\n")], SETTINGS)
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_at_all_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"steps": 1, "hours": 1.0}, "hours: --steps says how long"),
+        ({"steps": 1, "hours": 1.0}, "hours: it excludes --steps"),
         ({"steps": 0}, "steps: 0"),
         ({"hours": 0.0}, "hours: 0"),
         ({"loss": "lk-lamda"}, "loss: 'lk-lamda' is not known: did you mean lk-lambda"),

@@ -1,12 +1,11 @@
 """The target's answers as training data: their tokens, and the target's hidden states while it generated them.
 
 The engine answers prompts in batches, with an n-gram drafter, and the hidden states of final tokens are recorded during
-generation: nothing is computed twice, and nothing is stored on disk unless requested. Answer i is a function of the
-settings and of i alone, because the engine's answers depend neither on the batch nor on drafts; so a resumed training
-learns from exactly the same answers.
+generation, so nothing is computed twice. Answer i is a function of the settings and of i alone, because the engine's
+answers depend neither on the batch nor on drafts; so a resumed training uses exactly the same answers.
 
-States are large. A cache on disk lets several trainings on the same data share them; it is bit-exact, so a training
-gives the same result with and without it.
+States are large, and are not stored unless requested. A cache on disk lets several trainings on the same data share
+them; it is bit-exact, so a training has the same result with and without it.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ VOCABULARY = "vocabulary.json"
 class StateRecorder(NgramDrafter):
     """An n-gram drafter that also records the target's states at `taps` for all final tokens.
 
-    States of a sequence are stored until they are taken, also after it is finished. A sequence that is forgotten before
-    it is finished, such as a preempted one, is recorded from its start again.
+    The states of a sequence are stored until `take` is called, also after it is finished. A sequence that is forgotten
+    before it is finished, because of preemption, is recorded from its start again.
     """
 
     def __init__(self, taps: tuple[int, ...]) -> None:
@@ -75,11 +74,11 @@ class StateRecorder(NgramDrafter):
         super().observe(committed)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """0: cached prefixes are not reused, since all states are recorded."""
+        """0, since the states of all tokens are recorded."""
         return 0
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Record these sequences from their start again if they are resumed."""
+        """Record these sequences from their start again if they resume."""
         self.begun.difference_update(seq_ids)
         super().forget(seq_ids)
 
@@ -97,7 +96,7 @@ class AnswerCache:
 
     @classmethod
     def at(cls, folder: Path, about: Mapping[str, Any], num_bytes: int) -> AnswerCache:
-        """Open the cache of the answers that `about` determines, with at most `num_bytes`, and report its size.
+        """Open the cache of the answers that `about` determines, and log its size, at most `num_bytes`.
 
         Raises InvalidRequest if there is not enough disk space.
         """
@@ -110,7 +109,7 @@ class AnswerCache:
         note = f"The cache {place} will take up to {size(num_bytes)}; it has {size(held)}, and {size(free)} are free."
         show_note(note)
         if num_bytes - held > free:
-            raise InvalidRequest("cache", f"{note} Name a folder with more room, or leave --cache out.")
+            raise InvalidRequest("cache", f"{note} Name a folder on a larger disk, or leave --cache out.")
         return cls(place)
 
     def path(self, number: int) -> Path:
@@ -145,7 +144,7 @@ class AnswerCache:
 
 
 def state_bytes(num_texts: int, longest: int, num_taps: int, hidden: int, dtype: torch.dtype) -> int:
-    """Upper bound of the bytes of the states of `num_texts` texts: the taps and the last layer."""
+    """An upper bound of the size in bytes of the states of `num_texts` texts, at the taps and the last layer."""
     return num_texts * longest * (num_taps + 1) * hidden * dtype.itemsize
 
 
@@ -153,9 +152,9 @@ def state_bytes(num_texts: int, longest: int, num_taps: int, hidden: int, dtype:
 class AnswerSource:
     """Answers to training prompts by number, and to the held-out prompts; `taps` are the student's.
 
-    Answers to training prompts are generated in groups, and the latest group is kept in memory: its answers are used
-    once in their order and then `passes` - 1 times in shuffled orders. Every prompt is answered once before any is
-    answered again, in a new random order each time. `settings.batch` is this process's share of a step's answers.
+    Answers to training prompts are generated in groups. The latest group is kept in memory: its answers are used once
+    in their order and then `passes` - 1 times in shuffled orders. All prompts are answered once before any is answered
+    again, in a new random order each time. `settings.batch` is this process's share of a step's answers.
     """
 
     llm: LLM
@@ -174,7 +173,7 @@ class AnswerSource:
 
     @property
     def objective(self) -> Objective:
-        """The objective of students of these answers."""
+        """The objective of students that are trained on these answers."""
         return Objective(self.settings, self.llm.engine.runner.decoder.logits, self.llm.requests.num_ids)
 
     def of_step(self, step: int, progress: ProgressCallback) -> Sequence[TargetText]:
@@ -217,7 +216,7 @@ class AnswerSource:
         texts = []
         for sequence, request in zip(answers.sequences, answers.outputs(), strict=True):
             states, is_cut = self.recorder.take(sequence.id), request.outputs[0].finish_reason == "length"
-            assert len(states) == len(sequence.tokens) - 1, "the target reads all tokens but the last one"
+            assert len(states) == len(sequence.tokens) - 1, "the target reads all tokens except the last one"
             tokens, taps, last = tuple(sequence.tokens), states[:, :-1], states[:, -1]
             texts.append(TargetText(tokens, sequence.num_prompt, sequence.seed, taps, last, is_cut))
         return texts

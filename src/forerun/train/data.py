@@ -1,8 +1,7 @@
 """Training data: reads the user's files as prompts.
 
 A `.jsonl` has an object per line, a `.txt` a prompt per line; any other file is one text, which is cut into prompts.
-Bad lines are reported and skipped; if they are more than one in a hundred, an error is raised. Some prompts are held
-out for evaluation.
+Bad lines are logged and skipped; more than one in a hundred raise an error. Some prompts are held out for evaluation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from forerun.train.settings import TrainSettings
 
 FIELDS = ("prompt", "messages", "text")
 MOST_BAD = 100  # at most one line in so many may be bad
-MOST_TOLD = 10  # bad lines that are reported individually
+MOST_LOGGED = 10  # bad lines that are logged individually
 log = logging.getLogger(__name__)
 PromptIds = tuple[int, ...]
 
@@ -45,13 +44,13 @@ class TrainingData:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return max(map(len, (*self.train, *self.held_out)))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Turns lines into prompts. `limit`: the context length; `chat`: apply the chat template to every prompt."""
+    """Converts lines to prompts. `limit` is the context length; `chat`: whether the chat template is applied to all."""
 
     tokenizer: Tokenizer
     limit: int
@@ -70,7 +69,7 @@ class PromptReader:
         if name == "messages":
             return [self.of_talk(value)]
         if not isinstance(value, str) or not value:
-            raise InvalidRequest("prompts", f'"{name}" is {shown(value)}: it must hold some text')
+            raise InvalidRequest("prompts", f'"{name}" is {shown(value)}: it must be a text that is not empty')
         return self.of_text(value) if name == "text" else [self.of_prompt(value)]
 
     def of_prompt(self, text: str) -> PromptIds:
@@ -80,7 +79,7 @@ class PromptReader:
         return self.fitting(self.tokenizer.encode(text))
 
     def of_talk(self, messages: Any) -> PromptIds:
-        """A conversation; a last message of the assistant is removed, since the target answers itself."""
+        """A conversation as a prompt; a last message of the assistant is removed, since the target will answer."""
         if not isinstance(messages, list) or not messages:
             raise InvalidRequest("prompts", f'"messages" is {shown(messages)}: it must be a list of messages')
         if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant" and len(messages) > 1:
@@ -138,23 +137,23 @@ def read_data(paths: Sequence[Path], reader: PromptReader) -> TrainingData:
 
 def refuse_bad(bad: Sequence[str], num_lines: int) -> None:
     """Log bad lines; raise UnusableData if there are too many."""
-    for message in bad[:MOST_TOLD]:
-        log.warning("left out: %s", message)
-    if len(bad) > MOST_TOLD:
-        log.warning("left out: %d further lines", len(bad) - MOST_TOLD)
+    for message in bad[:MOST_LOGGED]:
+        log.warning("skipped: %s", message)
+    if len(bad) > MOST_LOGGED:
+        log.warning("skipped: %d further lines", len(bad) - MOST_LOGGED)
     if len(bad) * MOST_BAD > num_lines:
         raise UnusableData(
-            f"{len(bad)} of {num_lines} lines cannot be used, which is more than 1 %: correct them or remove them. "
+            f"{len(bad)} of {num_lines} lines cannot be used, more than 1 %: correct or remove them. "
             f"The first is {bad[0]}"
         )
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(location, text) of every non-empty line of a .jsonl or .txt file, or of another file as a whole."""
+    """(location, text) of every non-empty line of a .jsonl or .txt file, or of the entire file for other endings."""
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InvalidRequest("data", f"{path}: it cannot be read ({error.strerror}): give a file.") from error
+        raise InvalidRequest("data", f"{path} cannot be read ({error.strerror}): name a readable file.") from error
     if path.suffix not in (".jsonl", ".txt"):
         yield str(path), data
         return
@@ -164,7 +163,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def prompts_of(line: bytes, path: Path, reader: PromptReader) -> list[PromptIds]:
-    """The prompts of a line or a whole text. Raises InvalidRequest."""
+    """The prompts of a line or of a text. Raises InvalidRequest for invalid content."""
     text = text_of(line)
     if path.suffix == ".jsonl":
         return reader.of_entry(text)

@@ -1,13 +1,13 @@
-"""Evaluation of a student on held-out answers, equal to its acceptance in serving.
+"""Evaluation of a student on held-out answers: its acceptance with coupled verification, computed without drafting.
 
-The target's answers and the seeds of their draws are known, so the tokens that the drafter would have drafted after any
-root are known too: draws from its own law with the target's noise. Rounds are replayed with these drafts at each depth,
-each starting where the round before ended, so acceptance by depth equals that of coupled verification. The overlap of
-both laws is a smoother measure; it decides early stopping.
+The target's answers and their sampling seeds are known, so the tokens that the drafter would draft after any root are
+known too: they are sampled from its own law with the target's noise. Rounds are replayed with these drafts at each
+depth, each round starting where the one before ended, so acceptance by depth equals that of coupled verification. The
+overlap of both laws is a smoother measure, which decides early stopping.
 
-Drafters with parallel heads also get a static tree, for requests that fix the tree: the accuracy of the r-th guess at
-each depth is counted on these answers, a path's value is the product of these accuracies, and nodes are added greedily
-by value, as in Medusa (2401.10774, section 2.3.3).
+Drafters with parallel heads also get a static tree, for requests that fix the tree. The accuracy of the r-th most
+likely token at each depth is counted on these answers, a path's value is the product of these accuracies, and nodes are
+added greedily by value, as in Medusa (2401.10774, section 2.3.3).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MOST_CHILDREN, NUM_NODES = 8, 16
 
 @dataclass(frozen=True, slots=True)
 class HeldOutFigures:
-    """`acceptance_at_depth[j - 1]` is P(token j accepted | those before it were); `tokens_per_round` by depth, from 1.
+    """`acceptance_at_depth[j - 1]` is P(token j accepted | those before are); `tokens_per_round` is by depth, from 1.
 
-    `overlap`: the mean of the sum of min(p, q) over the positions in the loss. `target_rise`: the relative increase of
-    the loss of a target that is tuned too; None for a fixed target.
+    `overlap` is the mean of the sum of min(p, q) over the positions in the loss. `target_rise` is the relative increase
+    of the loss of a target that is tuned too; None for a fixed target.
     """
 
     overlap: float
@@ -45,7 +45,7 @@ class HeldOutFigures:
     target_rise: float | None = None
 
     def as_object(self) -> dict[str, Any]:
-        """For JSON; `HeldOutFigures(**...)` is the inverse."""
+        """The figures as a JSON object; `HeldOutFigures(**...)` is the inverse."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -66,7 +66,7 @@ def judge_held_out(
             weights += float(weight.sum())
         if predictions.target is not None:
             distances.append(objective.tuned_distance(batch, predictions.target))
-        ranks = [ranked(objective, student, text, each, d, 1) for d, each in enumerate(predictions.logits, start=1)]
+        ranks = [ranks_of(objective, student, text, each, d, 1) for d, each in enumerate(predictions.logits, start=1)]
         hits = deepened([(each == 0)[None] for each in ranks], deepest)[:deepest]
         replayed.append(rounds_of([each[0].tolist() for each in hits], len(text.roots), text.is_cut))
     figures = figures_of(overlaps / max(1e-9, weights), replayed, deepest)
@@ -74,7 +74,7 @@ def judge_held_out(
     return replace(figures, target_rise=above / max(1e-9, before)) if distances else figures
 
 
-def ranked(
+def ranks_of(
     objective: Objective,
     student: Student,
     text: TargetText,
@@ -82,9 +82,9 @@ def ranked(
     depth: int,
     width: int,
 ) -> Int[Tensor, " roots"]:
-    """The rank of the text's token among `width` guesses at this depth, after each root; -1 if it is not among them.
+    """The rank of the text's token among `width` draft tokens at this depth, after each root; -1 if it is not drafted.
 
-    `logits` are over the student's vocabulary; it never drafts other tokens.
+    `logits` are over the student's vocabulary.
     """
     rows, count = logits[0], len(text.roots)
     if student.vocabulary is not None:
@@ -93,16 +93,16 @@ def ranked(
     draws = Draws([row], rows.shape[1], num_ids=objective.num_ids, device=rows.device)
     position = torch.arange(count, device=rows.device) + text.num_prompt - 1 + depth
     at = PathState(torch.zeros_like(position), position.new_empty(count, 0), position)
-    guesses = draws.children(rows[:count].float(), at, width, survival=False).tokens
-    tokens = torch.tensor([*text.tokens, *[-2] * depth], device=rows.device)  # no guess after the end is right
-    hits = guesses == tokens[position][:, None]
+    draft_tokens = draws.children(rows[:count].float(), at, width, survival=False).tokens
+    tokens = torch.tensor([*text.tokens, *[-2] * depth], device=rows.device)  # nothing is accepted after the end
+    hits = draft_tokens == tokens[position][:, None]
     return torch.where(hits.any(-1), hits.int().argmax(-1), -1)
 
 
 def rounds_of(hits: Sequence[Sequence[bool]], num_tokens: int, is_cut: bool) -> TextRounds:
-    """The rounds of an answer of `num_tokens`; `hits[depth][root]` says whether the guess is the target's token.
+    """The rounds of an answer of `num_tokens`; `hits[depth][root]`: whether the draft token is the target's token.
 
-    The last token of a truncated answer is never drafted: nothing could be accepted after it.
+    The last token of a truncated answer is never drafted, because the answer ends with it in any case.
     """
     places = []
     for root in range(num_tokens):
@@ -113,7 +113,7 @@ def rounds_of(hits: Sequence[Sequence[bool]], num_tokens: int, is_cut: bool) -> 
 
 
 def figures_of(overlap: float, texts: Sequence[TextRounds], depth: int) -> HeldOutFigures:
-    """Acceptance from rounds at full depth, and tokens per round at every depth up to it."""
+    """Acceptance from rounds of this depth, and tokens per round at every depth up to it."""
     per_round = []
     for each in range(1, depth + 1):
         rounds = [guessed.accepted for text in texts for guessed in text.at_depth(each)]
@@ -122,13 +122,13 @@ def figures_of(overlap: float, texts: Sequence[TextRounds], depth: int) -> HeldO
 
 
 @torch.no_grad()
-def shares_right(objective: Objective, student: Student, texts: Sequence[TargetText]) -> list[list[float]]:
-    """[depth][rank]: the share of positions where the guess of this rank is the target's token."""
+def accuracies(objective: Objective, student: Student, texts: Sequence[TargetText]) -> list[list[float]]:
+    """[depth][rank]: the share of positions where the draft token of this rank is the target's token."""
     counts, places = list[Tensor](), list[int]()
     for text in texts:
         predictions = student.predict(TextBatch.of([text]), None)
         for d, logits in enumerate(predictions.logits):
-            ranks = ranked(objective, student, text, logits, d + 1, MOST_CHILDREN)
+            ranks = ranks_of(objective, student, text, logits, d + 1, MOST_CHILDREN)
             judged = ranks[: max(0, len(text.roots) - d)]
             if d == len(counts):
                 counts.append(torch.zeros(MOST_CHILDREN, dtype=torch.long))
@@ -138,15 +138,15 @@ def shares_right(objective: Objective, student: Student, texts: Sequence[TargetT
     return [(count / max(1, num)).tolist() for count, num in zip(counts, places, strict=True)]
 
 
-def worthiest(shares: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
-    """The tree of the `num_nodes` paths with the highest probability, assuming that depths are independent."""
-    waiting: list[tuple[float, int, RankPath]] = [(-share, 1, (rank,)) for rank, share in enumerate(shares[0])]
-    heapq.heapify(waiting)
+def likeliest_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> StaticTree:
+    """The tree of the `num_nodes` paths with the greatest products of accuracies, by depth and rank."""
+    heap: list[tuple[float, int, RankPath]] = [(-share, 1, (rank,)) for rank, share in enumerate(accuracy[0])]
+    heapq.heapify(heap)
     chosen: list[RankPath] = []
-    while waiting and len(chosen) < num_nodes:
-        worth, depth, path = heapq.heappop(waiting)
+    while heap and len(chosen) < num_nodes:
+        minus, depth, path = heapq.heappop(heap)
         chosen.append(path)
-        if depth < len(shares):
-            for rank, share in enumerate(shares[depth]):
-                heapq.heappush(waiting, (worth * share, depth + 1, (*path, rank)))
+        if depth < len(accuracy):
+            for rank, share in enumerate(accuracy[depth]):
+                heapq.heappush(heap, (minus * share, depth + 1, (*path, rank)))
     return StaticTree(chosen)

@@ -1,7 +1,7 @@
-"""The kinds of students: every kind of heads (`heads/kinds.py`), and draft models.
+"""The kinds of students: all kinds of heads (`heads/kinds.py`), and draft models.
 
-A draft model is a small Llama, new or an existing checkpoint, that learns the target's law from text alone. The result
-is a Hugging Face folder with the target's tokenizer, for `--draft model:DIR`.
+A draft model is a small Llama, new or from a checkpoint, that learns the target's distribution without its states. The
+result is a Hugging Face folder with the target's tokenizer, for `--draft model:DIR`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKENIZER = (
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelStudent(StackStudent):
-    """A draft model in training. `init`: the fingerprint of the checkpoint that it started from, if any."""
+    """A draft model in training. `init` is the fingerprint of the checkpoint that it started from, if any."""
 
     kind: ClassVar[str] = "draft"
     tokenizer_folder: Path
@@ -74,7 +74,7 @@ class DraftModelStudent(StackStudent):
         model = Blueprint.of(init, dtype="float32")
         if model.tokenizer().fingerprint() != target.tokenizer().fingerprint():
             raise VocabularyMismatch(
-                f"--init {init} has another tokenizer than {target.name}, whose law it must learn token by token: "
+                f"--init {init} has another tokenizer than {target.name}, but must predict the target's tokens: "
                 "name a checkpoint of the same family, or leave --init out"
             )
         checkpoint = model.checkpoint(torch.float32)
@@ -91,11 +91,11 @@ class DraftModelStudent(StackStudent):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Its configuration, and its starting checkpoint, if any."""
+        """As in Student, and the checkpoint that it started from, if any."""
         return {**super().description, "init": self.init}
 
     def inputs(self, batch: TextBatch) -> Float[Tensor, "batch length hidden"]:
-        """The embeddings of the tokens, by the draft model's own table."""
+        """The draft model's own embeddings of the tokens."""
         return functional.embedding(batch.read, self.weights[EMBEDDING])
 
     def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
@@ -155,6 +155,6 @@ KINDS: Mapping[str, MakeStudent] = {
 
 
 def make_student(kind: str, target: Blueprint, sizes: StudentSizes, seed: int) -> Student:
-    """Create a student. Raises InvalidRequest for an unknown kind, or a size that does not fit."""
+    """Create a student. Raises InvalidRequest for an unknown kind or an invalid size."""
     check_choice("kind", kind, sorted(KINDS))
     return KINDS[kind](target, sizes, seed)

@@ -1,12 +1,12 @@
 """The training objective: a divergence between the student's and the target's law, and the weight of each position.
 
-A drafted token is accepted with probability sum(min(p, q)), the overlap of both laws, which is 1 - total variation.
-Total variation is the actual goal, but has vanishing gradients if the laws are far apart, where KL works; LK-lambda
-moves from KL to total variation as the overlap grows (2602.23881).
+A draft token is accepted with probability sum(min(p, q)), the overlap of both laws, which is 1 - total variation. Total
+variation is the actual goal, but its gradients vanish if the laws are far apart, where KL works; LK-lambda moves from
+KL to total variation as the overlap grows (2602.23881).
 
 A draft from root r has at depth d the token d positions later. It is compared with the target's law at the position
-before that, and only drafts that start and end inside the answer count. Weights are by depth, or by D-PACE, where a
-position's weight is its effect on the expected draft length (with overlaps as acceptance probabilities).
+before that token; only drafts that start and end inside the answer count. Weights are by depth, or by D-PACE, where a
+position's weight is its effect on the expected number of accepted tokens (with overlaps as acceptance probabilities).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ KL_FADES = 3.0  # of LK-lambda: how fast the weight of KL decays with the overla
 class LawPair:
     """The target's law p and the draft's law q after the same texts, as log-probabilities over the draft vocabulary.
 
-    If that is smaller than the target's, p sums to less than 1: overlaps use p as it is, divergences normalise it.
-    `tokens` are the target's tokens as indexes into the draft vocabulary, -1 outside of it.
+    If that is smaller than the target's, p sums to less than 1: overlaps use p as it is, divergences normalize it.
+    `tokens` are the target's tokens as indices into the draft vocabulary, -1 outside of it.
     """
 
     log_p: Float[Tensor, "rows vocab"]
@@ -51,12 +51,12 @@ class LawPair:
 
     @cached_property
     def overlap(self) -> Float[Tensor, " rows"]:
-        """The probability that rejection sampling accepts a token drawn from q."""
+        """The probability that rejection sampling accepts a token sampled from q."""
         return torch.minimum(self.p, self.q).sum(-1)
 
     @cached_property
     def kl(self) -> Float[Tensor, " rows"]:
-        """KL(p || q) in nats, with p normalised."""
+        """KL(p || q) in nats, with p normalized."""
         log_p = self.log_p - self.log_p.logsumexp(-1, keepdim=True)
         return (log_p.exp() * (log_p - self.log_q)).sum(-1)
 
@@ -134,8 +134,11 @@ class Objective:
     def depths(
         self, student: Student, predictions: Predictions, batch: TextBatch, is_exact: bool = True
     ) -> Iterator[DepthLaws]:
-        """Both laws at each depth that the student predicts. Unless `is_exact`, the target's law may be normalised over
-        the draft vocabulary, which avoids the rest of the output matrix."""
+        """Both laws at each depth that the student predicts.
+
+        Unless `is_exact`, the target's law may be normalized over the draft vocabulary, which saves the rest of the
+        output matrix.
+        """
         roots = predictions.roots
         log_p = None if is_exact else self.draft_law(student, batch)
         log_p = self.target_law(batch, student.vocabulary, predictions.target) if log_p is None else log_p
@@ -159,8 +162,10 @@ class Objective:
         vocabulary: Int[Tensor, " ids"] | None = None,
         tuned: Float[Tensor, "batch places vocab"] | None = None,
     ) -> Float[Tensor, "batch places vocab"]:
-        """The target's log-law after every token from the first root on, over the draft vocabulary; with `tuned` logits
-        that of the tuned target."""
+        """The target's log-probabilities after each token from the first root on, over the draft vocabulary.
+
+        With `tuned` logits they are those of the tuned target.
+        """
         with torch.no_grad():
             last = batch.last[:, batch.first_root :]
             logits = self.target_logits(last.flatten(0, 1)) if tuned is None else tuned.flatten(0, 1)
@@ -168,7 +173,7 @@ class Objective:
             return law.view(*last.shape[:2], -1)
 
     def draft_law(self, student: Student, batch: TextBatch) -> Float[Tensor, "batch places ids"] | None:
-        """The target's log-law normalised over the draft vocabulary, at the positions of `target_law`."""
+        """The target's log-probabilities normalized over the draft vocabulary, at the positions of `target_law`."""
         with torch.no_grad():
             logits = student.target_logits(batch.last[:, batch.first_root :])
             return None if logits is None else (logits.float() / self.settings.law_temperature).log_softmax(-1)
@@ -176,8 +181,7 @@ class Objective:
     def tuned_distance(
         self, batch: TextBatch, tuned: Float[Tensor, "batch places vocab"]
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """(KL of the tuned target from the original one, entropy of the original one) in nats, means over the answers'
-        positions."""
+        """KL of the tuned target from the original one, and the original one's entropy: means over answers, in nats."""
         old, new = self.target_law(batch), self.law_of(tuned.flatten(0, 1)).view(*tuned.shape[:2], -1)
         p, counted = old.exp(), batch.inside(batch.roots)
         distance, loss = (p * (old - new)).sum(-1), -(p * old).sum(-1)
@@ -193,7 +197,7 @@ class Objective:
         return heated.index_select(-1, vocabulary) - heated.logsumexp(-1, keepdim=True)
 
     def places_of(self, tokens: Int[Tensor, "batch longest"], vocabulary: Int[Tensor, " ids"] | None) -> Tensor:
-        """Tokens as indexes into the draft vocabulary; -1 outside of it."""
+        """Tokens as indices into the draft vocabulary; -1 outside of it."""
         if vocabulary is None:
             return tokens
         places = torch.full((self.num_ids,), -1, device=tokens.device)
@@ -203,7 +207,7 @@ class Objective:
     def loss(
         self, student: Student, batch: TextBatch, dice: torch.Generator, name: str
     ) -> tuple[Float[Tensor, ""], StepFigures]:
-        """The weighted mean loss, with gradients, and the figures of the batch."""
+        """The weighted mean loss, with gradients, and the figures of the step."""
         predictions = student.predict(batch, dice)
         depths = list(self.depths(student, predictions, batch, is_exact=False))
         weights = self.weights(student, depths)
@@ -223,25 +227,25 @@ class Objective:
         overlap = first.laws.overlap.detach()[first.counted.flatten()]
         return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap))
 
-    def weights(self, student: Student, found: Sequence[DepthLaws]) -> list[Float[Tensor, "batch roots"]]:
+    def weights(self, student: Student, depths: Sequence[DepthLaws]) -> list[Float[Tensor, "batch roots"]]:
         """The weight of each root at each depth; 0 outside the answer."""
         if self.settings.place_weights == "decay":
             by_depth = [w * self.settings.decay**d for d, w in enumerate(student.depth_weights)]
-            return [w * each.counted for w, each in zip(by_depth, found, strict=True)]
-        overlaps = [each.laws.overlap.detach().view(each.counted.shape) for each in found]
-        counted = [each.counted for each in found]
-        weighed = d_pace(*(deepened(values, self.draft_depth(student)) for values in (overlaps, counted)))
-        return gathered(weighed, len(found))
+            return [w * each.counted for w, each in zip(by_depth, depths, strict=True)]
+        overlaps = [each.laws.overlap.detach().view(each.counted.shape) for each in depths]
+        counted = [each.counted for each in depths]
+        weights = d_pace(*(deepened(values, self.draft_depth(student)) for values in (overlaps, counted)))
+        return gathered(weights, len(depths))
 
 
 def confidence_loss(
     estimates: Sequence[Float[Tensor, "batch roots"]],
-    found: Sequence[DepthLaws],
+    depths: Sequence[DepthLaws],
     weights: Sequence[Float[Tensor, "batch roots"]],
 ) -> Float[Tensor, ""]:
     """Weighted cross-entropy between the confidence estimates and the overlaps, which get no gradient (DSpark)."""
     losses = []
-    for estimate, each, weight in zip(estimates, found, weights, strict=True):
+    for estimate, each, weight in zip(estimates, depths, weights, strict=True):
         overlap = each.laws.overlap.detach().view(weight.shape).clamp(max=1.0)
         losses.append((binary_cross_entropy_with_logits(estimate.float(), overlap, reduction="none") * weight).sum())
     return torch.stack(losses).sum()
@@ -250,7 +254,7 @@ def confidence_loss(
 def d_pace(
     overlaps: Sequence[Float[Tensor, "batch roots"]], counted: Sequence[Bool[Tensor, "batch roots"]]
 ) -> list[Float[Tensor, "batch roots"]]:
-    """Weights by depth: the sum over this and all deeper depths of the (smoothed) probability of reaching them."""
+    """Weights by depth: the sum over this depth and all deeper ones of the smoothed probability of reaching them."""
     reached, chances = torch.ones_like(overlaps[0]), []
     for overlap, counted_here in zip(overlaps, counted, strict=True):
         reached = reached * ((1 - SMOOTH) * overlap + SMOOTH) * counted_here
@@ -264,7 +268,7 @@ def d_pace(
 def deepened(values: Sequence[Tensor], depth: int) -> list[Tensor]:
     """Values by depth, `[batch, roots]`, extended to at least `depth` depths.
 
-    Beyond the deepest prediction, a draft continues like the deepest prediction from a later root.
+    Beyond the deepest prediction, a draft continues as the deepest prediction from a later root.
     """
     deep = list(values)
     for _ in range(len(values), depth):

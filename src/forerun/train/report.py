@@ -30,8 +30,7 @@ DRAWN_DEPTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class TunedTarget:
-    """A target that was tuned too: its folder, the relative increase of its held-out loss, and the drafter's figures
-    on its own answers."""
+    """A tuned target: its folder, the relative increase of its held-out loss, and the drafter's figures with it."""
 
     folder: Path
     rise: float
@@ -52,12 +51,12 @@ class TrainReport:
 
     @property
     def first(self) -> HeldOutFigures:
-        """Figures before the first step."""
+        """The figures before the first step."""
         return HeldOutFigures(**self.state.first_figures or {})
 
     @property
     def best(self) -> HeldOutFigures:
-        """Figures of the weights in the folder."""
+        """The figures of the weights in the folder."""
         return self.tuned.figures if self.tuned is not None else HeldOutFigures(**self.state.best_figures or {})
 
     @property
@@ -116,14 +115,14 @@ class TrainReport:
             depth, speed_up = self.predicted
             tokens = self.best.tokens_per_round[depth - 1]
             what = f"×{speed_up:.2f} predicted at batch 1, depth {depth}, {tokens:.2f} tokens per round"
-            table.add_row("speed", what if speed_up > 1 else f"{what}: plain decoding is faster here")
+            table.add_row("speed", what if speed_up > 1 else f"{what}: not faster than plain decoding here")
             if note := disturbance(self.costs.num_busy if self.costs else None):
                 table.add_row("", Text(f"That was {note}.", "red"))
         return table
 
 
 def curves(log: Sequence[Mapping[str, Any]]) -> str:
-    """The SVG of loss, acceptance by depth and tokens per round over the steps; `log`: the lines of train.jsonl."""
+    """The SVG of loss, acceptance by depth and tokens per round over the steps, from the lines of train.jsonl."""
     panels = [LinePanel([Series("", smoothed(series(log, "loss")), COLOURS[0], "-")], "step", "loss")]
     for name, title in (("acceptance_at_depth", "accepted, by depth"), ("tokens_per_round", "tokens per round")):
         looks = series(log, "held_out", name)

@@ -1,6 +1,7 @@
-"""TrainSettings: the options of a training other than its data and its student.
+"""TrainSettings: the options of a training apart from its data and its student.
 
-This file validates them, and defines the schedules of the loss and the learning rate. It does not import torch.
+This file validates them, and defines the schedules of the loss and the learning rate. It does not import torch, because
+the command line's help reads it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from forerun.sampling.params import SamplingParams
 
 LOSS_NAMES = ("lk-lambda", "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "ce", "dspark")
-SERVED = ("temperature", "top_k", "top_p")  # sampling parameters of serving
+SERVED = ("temperature", "top_k", "top_p")  # sampling parameters that the drafter will be used with
 PLACE_WEIGHTS = ("decay", "d-pace")
 USUAL_STEPS = 2000
-RISE = 100  # maximum number of warm-up steps
-RISE_SHARE = 10  # warm-up is at most one in so many steps
+MOST_WARM_UP = 100  # steps
+WARM_UP_SHARE = 10  # warm-up takes at most one in so many steps
 MOST_SEQUENCES = 32  # batch size of generation, unless a step needs more
 POOL = 256  # answers kept in memory if they are used several times
 COUNTS = ("batch", "max_tokens", "prompt_tokens", "held_out", "look_every", "patience", "checkpoint_every", "passes")
@@ -36,50 +37,50 @@ class TrainSettings:
     """The learning options of `forerun train`.
 
     `steps` or `hours` limit the training; the default is USUAL_STEPS. Sampling parameters that are None are those of
-    plain sampling (temperature 1). For the first `kl_share` of the training the loss is KL, then `loss`. Weights by
-    depth are those of the student's kind times `decay`**depth, or D-PACE. With `bfloat16` matrix products use that
-    format; weights, losses and evaluations stay in float32. Raises InvalidRequest.
+    plain sampling (temperature 1). The loss is KL in the first `kl_share` of the training, and `loss` afterwards.
+    Weights by depth are those of the student's kind times `decay`**depth, or D-PACE. With `bfloat16` matrix products
+    use this format; weights, losses and evaluations stay in float32. Raises InvalidRequest for invalid values.
     """
 
     TITLE: ClassVar[str] = "Learning"
 
-    steps: Annotated[int | None, Option(help="Steps to take; default: 2000.")] = None
-    hours: Annotated[float | None, Option(help="Instead: hours to train.")] = None
-    batch: Annotated[int, Option(help="Answers that a step learns from.")] = 8
+    steps: Annotated[int | None, Option(help="Training steps; default: 2000.")] = None
+    hours: Annotated[float | None, Option(help="Hours to train, in place of --steps.")] = None
+    batch: Annotated[int, Option(help="Answers per step.")] = 8
     max_tokens: Annotated[int, Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 128
     prompt_tokens: Annotated[int, Option(help="Tokens of a prompt that is cut out of a text.")] = 64
     temperature: Annotated[
-        float | None, Option("--temperature", "-t", help="That of serving; default: the model's or 1.")
+        float | None, Option("--temperature", "-t", help="As used later for generation; default: the model's or 1.")
     ] = None
-    top_k: Annotated[int | None, Option(help="That of serving.")] = None
-    top_p: Annotated[float | None, Option(help="That of serving.")] = None
+    top_k: Annotated[int | None, Option(help="As used later for generation.")] = None
+    top_p: Annotated[float | None, Option(help="As used later for generation.")] = None
     loss: Annotated[str, Option(help=f"{', '.join(LOSS_NAMES)}.", autocompletion=complete_from(*LOSS_NAMES))] = (
         "lk-lambda"
     )
-    kl_share: Annotated[float, Option(help="Share of the training, at its beginning, whose loss is KL.")] = 0.1
+    kl_share: Annotated[float, Option(help="Share of the training, from its start, whose loss is KL.")] = 0.1
     place_weights: Annotated[
-        str, Option(help="How much depths count: decay or d-pace.", autocompletion=complete_from("decay", "d-pace"))
+        str, Option(help="Loss weights by depth: decay or d-pace.", autocompletion=complete_from("decay", "d-pace"))
     ] = "decay"
-    decay: Annotated[float, Option(help="With decay: how much less each depth counts.")] = 1.0
-    draft_depth: Annotated[int, Option(help="Guesses of a round where drafts are judged.")] = 8
+    decay: Annotated[float, Option(help="With decay: factor from each depth to the next.")] = 1.0
+    draft_depth: Annotated[int, Option(help="Depth of drafts in evaluations.")] = 8
     rate: Annotated[float, Option(help="Learning rate.")] = 3e-3
-    held_out: Annotated[int, Option(help="Prompts that judge; at most a quarter of all.")] = 16
-    look_every: Annotated[int, Option(help="Steps from one look at held-out answers to the next.")] = 100
-    patience: Annotated[int, Option(help="Looks without a rise after which training stops.")] = 8
+    held_out: Annotated[int, Option(help="Prompts for evaluation; at most a quarter of all.")] = 16
+    look_every: Annotated[int, Option(help="Steps from one evaluation to the next.")] = 100
+    patience: Annotated[int, Option(help="Evaluations without improvement after which training stops.")] = 8
     checkpoint_every: Annotated[int, Option(help="Steps from one checkpoint to the next.")] = 25
     seed: Annotated[int, Option(min=0, help="The same seed gives the same weights.")] = 0
     bfloat16: Annotated[
-        bool, Option("--bfloat16", help="Matrix products in bfloat16: faster where the processor has them.")
+        bool, Option("--bfloat16", help="Matrix products in bfloat16: faster if the processor supports them.")
     ] = False
-    passes: Annotated[int, Option(help="How often each answer is learnt from.")] = 1
+    passes: Annotated[int, Option(help="How often each answer is used.")] = 1
     first_share: Annotated[
-        float, Option(help="eagle, mtp: share of the training, at its beginning, that learns first guesses alone.")
+        float, Option(help="eagle, mtp: share of the training, from its start, at depth 1 only.")
     ] = 0.0
-    whole: Annotated[bool, Option("--whole", help="Learn from the prompts too, not from answers alone.")] = False
+    whole: Annotated[bool, Option("--whole", help="Train on the prompts too, not on answers alone.")] = False
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.hours is not None:
-            raise InvalidRequest("hours", "--steps says how long to train, and so does --hours: give one of them.")
+            raise InvalidRequest("hours", "it excludes --steps, which is given too: leave out one of them.")
         if self.steps is None and self.hours is None:
             object.__setattr__(self, "steps", USUAL_STEPS)
         counts = (*COUNTS, "draft_depth")
@@ -103,7 +104,7 @@ class TrainSettings:
             self.sampling(0)
 
     def sampling(self, seed: int) -> SamplingParams:
-        """The sampling parameters of an answer."""
+        """The sampling parameters of an answer with this seed."""
         from forerun.sampling.params import SamplingParams
 
         values = {name: getattr(self, name) for name in SERVED if getattr(self, name) is not None}
@@ -119,19 +120,19 @@ class TrainSettings:
     def num_answers(self) -> int:
         """The number of different answers of a training. Raises InvalidRequest if only its time is limited."""
         if self.steps is None:
-            raise InvalidRequest("cache", "its size is unknown with --hours: give --steps, or leave --cache out.")
+            raise InvalidRequest("cache", "its size is unknown with --hours: use --steps, or leave --cache out.")
         return -(-self.steps * self.batch // self.passes)
 
     @property
     def group_steps(self) -> int:
-        """Steps per group: answers that are generated together and kept in memory for `passes`."""
+        """The number of steps whose answers are generated together and kept in memory for `passes` passes."""
         if self.passes == 1:
             return max(1, MOST_SEQUENCES // self.batch)
         return -(-(POOL if self.steps is None else min(POOL, self.num_answers)) // self.batch)
 
     @property
     def law_temperature(self) -> float:
-        """The temperature of the laws in the loss: 1 for greedy sampling, whose law is a single token."""
+        """The temperature of the distributions in the loss: that of sampling, or 1 for greedy sampling."""
         params = self.sampling(0)
         return 1.0 if params.greedy else params.temperature
 
@@ -151,13 +152,13 @@ class TrainSettings:
         return "kl" if share_done < self.kl_share else self.loss
 
     def rate_at(self, step: int, share_done: float) -> float:
-        """The share of the full learning rate: linear warm-up, and linear decay over the whole training."""
-        rise = RISE if self.steps is None else min(RISE, -(-self.steps // RISE_SHARE))
-        return min((step + 1) / rise, 1 - share_done)
+        """The share of the full learning rate: linear warm-up, and linear decay over the entire training."""
+        warm_up = MOST_WARM_UP if self.steps is None else min(MOST_WARM_UP, -(-self.steps // WARM_UP_SHARE))
+        return min((step + 1) / warm_up, 1 - share_done)
 
 
 def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Raise InvalidRequest if a value is not one of these, with the most similar one."""
+    """Raise InvalidRequest, with the most similar choice, if a value is not among the `known` ones."""
     if value not in known:
         near = nearest(str(value), known)
         meant = f"did you mean {near}? Otherwise " if near else ""

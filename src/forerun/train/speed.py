@@ -1,8 +1,8 @@
-"""Predicted speed-up: acceptance on held-out answers, and the measured cost of rounds with this drafter.
+"""Predicted speed-up, from acceptance on held-out answers and the measured cost of rounds with this drafter.
 
-The untrained student is written to a folder and drafts for the target, since the cost of rounds depends on the
-network's shape and not on its weights. Costs are measured by `tune/passes.py` at batch 1, drafted and plain rounds
-alternating; the shortest time counts, since other processes on the same cores only make times longer.
+For the measurement the untrained student drafts for the target, since the cost of rounds depends on the network's shape
+and not on its weights. Costs are measured by `tune/passes.py` at batch size 1, drafted and plain rounds alternating.
+The shortest time is used, since other processes on the same cores only make times longer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ REPEATS = 8  # rounds of each size
 def best_depth(costs: RowCosts | None, tokens_per_round: Sequence[float]) -> tuple[int, float] | None:
     """(best depth, speed-up) for these tokens per round by depth (from 1); None if rounds were not timed.
 
-    A drafted round contains a plain pass, so its cost is taken as at least that of a plain round: no prediction exceeds
-    the tokens per round.
+    A drafted round costs at least as much as a plain one, so no predicted speed-up exceeds the tokens per round.
     """
     if costs is None:
         return None

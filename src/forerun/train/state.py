@@ -1,10 +1,9 @@
-"""Checkpoints of a training: it can be killed at any moment and resumes to exactly the same weights.
+"""Checkpoints of a training, which can be killed at any time and resumes to exactly the same weights.
 
-A checkpoint has the weights, the optimizers' states, the progress, and the best weights with their figures. Every step
+A checkpoint has the weights, the optimizers' states, the progress, and the best weights with their figures. Each step
 is a function of its number and of the weights before it, so nothing else is needed. Checkpoints are replaced
-atomically.
-`run.json` beside it has everything that determines the result: a folder of another training, or with other files, is
-refused; only a finished training may be made longer.
+atomically. `run.json` in the same folder has everything that determines the result: a folder of another training, or
+with other files, is refused; only a finished training may be made longer.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LENGTHS = ("settings.steps", "settings.hours")
 class TrainState:
     """The state of a training. `looks_since`: evaluations since the best one; `stopped`: why it ended, or "".
 
-    `asked`: the steps or hours requested then; if more are requested now, the training is not finished.
+    `asked`: the steps or hours requested so far; a later command that requests more continues the training.
     """
 
     step: int = 0
@@ -69,7 +68,7 @@ class TrainFolder:
         return self.state_folder / ROUND_COSTS
 
     def log(self, step: int) -> Journal:
-        """The log, truncated after this step, since later steps are repeated."""
+        """The log without the entries after this step, since later steps will be repeated."""
         with writable(self.folder):
             log = Journal.read(self.folder / LOG)
             is_later = (not isinstance(line, dict) or line.get("step", step + 1) > step for line in log.entries)
@@ -77,19 +76,18 @@ class TrainFolder:
         return log
 
     def next_start(self) -> str:
-        """What the same command would do, as the end of a sentence."""
+        """What the same command would do next, as the end of a sentence."""
         try:
             state = self.load()
         except FolderTaken:
             state = None
-        return "starts anew, as nothing was saved yet" if state is None else f"resumes at step {state.step}"
+        return "starts again, as nothing was saved yet" if state is None else f"resumes at step {state.step}"
 
     def claim(self, about: Mapping[str, Any], force: bool) -> None:
-        """Claim the folder for this training. With `force` another training in it is discarded, and its files are
-        overwritten.
+        """Claim the folder for this training. With `force`, another training in it is discarded.
 
         Raises FolderTaken, without changes, if the folder has other files, a training with other settings, or an
-        unfinished training of other length.
+        unfinished training of another length.
         """
         about = json.loads(json.dumps({"form": FORM, **about}))
         head = self.state_folder / HEAD
@@ -105,15 +103,15 @@ class TrainFolder:
             if others and others != [STATE] and not force:
                 shown = ", ".join(others[:3])
                 raise FolderTaken(
-                    f"{self.folder} holds {shown}: name another folder with --out, or overwrite it with --force"
+                    f"{self.folder} contains {shown}: name another folder with --out, or overwrite it with --force"
                 )
             self.state_folder.mkdir(parents=True, exist_ok=True)
             write_whole(head, json.dumps(about) + "\n")
 
     def check_head(self, head: Path, about: Mapping[str, Any]) -> bool:
-        """Whether this training extends the finished one in the folder; False if it is the same one.
+        """Whether this training extends the finished one in the folder; False if it is the same training.
 
-        Raises FolderTaken if it is neither.
+        Raises FolderTaken for any other training.
         """
         try:
             stored = json.loads(head.read_text("utf-8"))
@@ -124,29 +122,31 @@ class TrainFolder:
         kinds = before.get("student.kind"), now.get("student.kind")
         if kinds[0] != kinds[1]:
             raise FolderTaken(
-                f"{self.folder} is of a training of the kind {kinds[0]}, not {kinds[1]}: name another folder with "
+                f"{self.folder} has a training of the kind {kinds[0]}, not {kinds[1]}: name another folder with "
                 "--out, or start over with --force"
             )
         if len(differing) == 1 and differing[0] in LENGTHS and (before[differing[0]] or 0) < (now[differing[0]] or 0):
-            self.check_over(differing[0], float(before[differing[0]]))
+            self.check_finished(differing[0], float(before[differing[0]]))
             return True
         if differing:
             changes = "; ".join(dict.fromkeys(change(name, before.get(name), now.get(name)) for name in differing))
             raise FolderTaken(
-                f"{self.folder} is of another training ({changes}): name another folder with --out, or start over with "
+                f"{self.folder} has another training ({changes}): name another folder with --out, or start over with "
                 "--force"
             )
         return False
 
-    def check_over(self, name: str, asked: float) -> None:
-        """Raise FolderTaken unless the training has reached its requested length; otherwise the result would depend on
-        when it was interrupted."""
+    def check_finished(self, name: str, asked: float) -> None:
+        """Raise FolderTaken unless the training has reached its requested length.
+
+        Otherwise the result would depend on when it was interrupted.
+        """
         state = self.load()
         if state is None or not state.stopped or state.asked < asked:
             option = f"--{name.rpartition('.')[2]}"
             raise FolderTaken(
-                f"{self.folder} is of a training with {option} {asked:g} that is not over: let it end with {option} "
-                f"{asked:g} first, or start over with --force"
+                f"{self.folder} has an unfinished training with {option} {asked:g}: finish it with {option} {asked:g} "
+                "first, or start over with --force"
             )
 
     def clear(self) -> None:
@@ -175,7 +175,7 @@ class TrainFolder:
 
 
 def change(name: str, before: object, now: object) -> str:
-    """A difference between two trainings in words; of target and data only that they differ."""
+    """A difference between two trainings in words, without the values for target and data."""
     part, _, word = name.rpartition(".")
     if part in ("target", "data"):
         return "another target, or other programs or kernels" if part == "target" else "other data"

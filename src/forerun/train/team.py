@@ -1,8 +1,8 @@
 """Team: data-parallel training with one process per GPU, as started by `accelerate launch`.
 
-Each process generates and learns from its share of a step's answers, and all apply the sum of their gradients, so the
-weights stay equal. The first process evaluates and writes checkpoints; the others use temporary folders. A single
-process is a team of one.
+Each process generates its share of a step's answers and computes their gradients. All processes apply the sum of the
+gradients, so their weights stay equal. The first process evaluates and writes checkpoints; the others use temporary
+folders. A single process is a team of one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.train.settings import TrainSettings
 
 T = TypeVar("T")
 NAMES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")  # environment variables of a process group
-PATIENCE = timedelta(hours=2)  # while one process measures and the others wait
+PATIENCE = timedelta(hours=2)  # timeout of the processes that wait while the first one measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Team:
     @classmethod
     @contextmanager
     def joined(cls) -> Iterator[Team]:
-        """Join the process group of the environment, within the block."""
+        """Join the process group that the environment describes, for the duration of the context."""
         values = [os.environ.get(name) for name in NAMES]
         if None in values or values[0] == "1":
             yield cls()
@@ -63,7 +63,7 @@ class Team:
         return replace(spec, device=f"cuda:{self.local_rank}") if self.size > 1 and spec.device == "cuda" else spec
 
     def own_share(self, settings: TrainSettings) -> TrainSettings:
-        """Settings with this process's share of a batch. Raises InvalidRequest if it cannot be divided evenly."""
+        """The settings with this process's share of a batch. Raises InvalidRequest if it cannot be divided evenly."""
         if settings.batch % self.size:
             raise InvalidRequest(
                 "batch",

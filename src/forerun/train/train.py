@@ -1,4 +1,4 @@
-"""`train`: checks the task, loads the target, trains the student, and reports."""
+"""`train`: checks a training task, loads the target, trains the student, and returns the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from forerun.store import write_whole
 from forerun.streams import show_note
 from forerun.train.answers import AnswerCache, AnswerSource, draft_vocabulary, state_bytes
 from forerun.train.data import PromptReader, TrainingData, read_data
-from forerun.train.held_out import NUM_NODES, TREE, judge_held_out, shares_right, worthiest
+from forerun.train.held_out import NUM_NODES, TREE, accuracies, judge_held_out, likeliest_tree
 from forerun.train.kinds import make_student
 from forerun.train.objective import Objective
 from forerun.train.report import TrainReport, TunedTarget
@@ -42,7 +42,7 @@ FEWER_TOKENS = 6  # suggested draft vocabulary: one in so many of the target's t
 
 @dataclass(frozen=True, slots=True)
 class TrainTask:
-    """A training: kind of student, target, data and output folder; `cache`: a folder for the target's states."""
+    """A training: kind of student, target, data and output folder; `cache` is a folder for the target's states."""
 
     kind: str
     spec: ModelSpec
@@ -56,10 +56,10 @@ class TrainTask:
 
 
 def train(task: TrainTask, settings: TrainSettings, report: Callable[..., None]) -> TrainReport | None:
-    """Run a training, or resume it, to its end; `report` is called like a LoadingBar.
+    """Run or resume a training to its end; `report` is called like a LoadingBar.
 
-    Processes of a team (`team.py`) train together; all but the first return None. Raises, before any weights are
-    loaded, if data, sizes or the folder cannot be used.
+    Processes of a team (`team.py`) train together; all but the first return None. Unusable data, sizes or folders raise
+    a ForerunError before any weights are loaded.
     """
     with Team.joined() as team, team.folder(task.out) as out:
         task = replace(task, out=out, spec=team.placed(task.spec))
@@ -100,8 +100,8 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
             write_tree(task.out, source.objective, student, state, held_out)
     trained = TrainReport(about, state, costs, task.out, student.spec(task.out), data)
     if tuned is not None:
-        target, judged = settle_target(task, tuned, target, data, settings, state, report)
-        trained = replace(trained, tuned=judged)
+        target, figures = finish_target(task, tuned, target, data, settings, state, report)
+        trained = replace(trained, tuned=figures)
     if not is_over:
         if costs is not None and team.is_first:
             write_whole(folder.round_costs, json.dumps(asdict(costs)) + "\n")
@@ -117,7 +117,7 @@ def advise_on_vocabulary(target: Blueprint) -> None:
     share = head / (count_parameters(c) - (0 if c.tied else head))
     if share > LARGE_HEAD:
         show_note(
-            f"Every drafted token needs the target's output matrix of {c.vocab_size:,} tokens, {share:.0%} of a pass. "
+            f"Every draft token needs the target's output matrix of {c.vocab_size:,} tokens, {share:.0%} of a pass. "
             f"With --draft-vocab {c.vocab_size // FEWER_TOKENS} only frequent tokens are drafted, at less cost."
         )
 
@@ -126,8 +126,8 @@ def advise_on_vocabulary(target: Blueprint) -> None:
 def answering_llm(
     target: Blueprint, data: TrainingData, settings: TrainSettings, report: Callable[..., None]
 ) -> Iterator[LLM]:
-    """An LLM for the target's answers, closed at the end of the context."""
-    rope = target.config.rope  # LongRoPE depends on the maximum length: use the one that serving uses
+    """An LLM that generates the target's answers, closed at the end of the context."""
+    rope = target.config.rope  # LongRoPE depends on the maximum length: use a length that selects the usual factors
     usual = rope.original_max_positions + 1 if rope.kind == "longrope" else 0
     llm = LLM(
         target.spec,
@@ -144,7 +144,7 @@ def answering_llm(
         llm.close()
 
 
-def settle_target(
+def finish_target(
     task: TrainTask,
     folder: Path,
     target: Blueprint,
@@ -153,7 +153,7 @@ def settle_target(
     state: TrainState,
     report: Callable[..., None],
 ) -> tuple[Blueprint, TunedTarget]:
-    """Write the tuned target; evaluate the drafter and choose its tree on the tuned target's answers."""
+    """Write the tuned target; evaluate the drafter and choose its tree with the tuned target's answers."""
     write_target(target, state.best, folder, task.out)
     tuned = Blueprint.of(replace(task.spec, model=str(folder), revision=None), report)
     student = make_student(task.kind, tuned, replace(task.sizes, tune_target=None), settings.seed)
@@ -169,16 +169,16 @@ def settle_target(
 def write_tree(
     folder: Path, objective: Objective, student: Student, state: TrainState, texts: Sequence[TargetText]
 ) -> None:
-    """Write the static tree for the best weights."""
+    """Write the static tree that is best for the best weights."""
     with torch.no_grad():
         for name, tensor in student.weights.items():
             tensor.copy_(state.best[name])
-    tree = worthiest(shares_right(objective, student, texts), NUM_NODES)
+    tree = likeliest_tree(accuracies(objective, student, texts), NUM_NODES)
     write_whole(folder / TREE, json.dumps(tree.paths) + "\n")
 
 
 def about_of(target: Blueprint, student: Student, data: TrainingData, settings: TrainSettings) -> Mapping[str, Any]:
-    """Everything that determines the final weights, except the machine and its number of threads."""
+    """Everything that determines the final weights, apart from the machine and its number of threads."""
     return {
         "forerun": __version__,
         "target": {"name": target.name, "fingerprint": target.fingerprint()},

@@ -1,8 +1,8 @@
 """The training loop.
 
-A step gets answers, computes the loss and updates the weights. Every `look_every` steps the student is evaluated on
-the held-out answers, and the log, the checkpoint, the best drafter and the curves are written. The data of a step
-depend only on its number, and early stopping only on the figures, so a resumed training ends with the same weights.
+A step gets answers, computes the loss and updates the weights. Every `look_every` steps the student is evaluated on the
+held-out answers, and the log, the checkpoint, the best drafter and the curves are written. The data of a step depend
+only on its number, and early stopping only on evaluations, so a resumed training ends with the same weights.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from forerun.train.state import TrainFolder, TrainState
 from forerun.tune.passes import RowCosts
 
 CURVES = "train.svg"
-RISE = 1e-4  # minimum increase of the overlap that counts as an improvement
-MOST_LOST = 0.01  # maximum relative increase of a tuned target's loss
-MOST_LOGITS = 1 << 25  # in memory at a time: a step's answers are processed in parts
+LEAST_RISE = 1e-4  # increase of the overlap that counts as an improvement
+MOST_LOST = 0.01  # relative increase of a tuned target's loss up to which its weights may be the best
+MOST_LOGITS = 1 << 25  # in memory at a time: a step's answers are split into parts
 LOGGED_EVERY = 10  # steps
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Trainer:
-    """A training, resumed from its folder's checkpoint, if any. `costs` of rounds, if known, predict the speed-up."""
+    """A training, resumed from its folder's checkpoint if there is one. `costs` of rounds predict the speed-up."""
 
     student: Student
     source: AnswerSource
@@ -59,30 +59,30 @@ class Trainer:
         saved = self.team.of_first(self.folder.load)
         self.state = saved or TrainState()
         if saved is not None:
-            self.put(saved.weights)
-            for optimizer, kept in zip(self.optimizers, saved.optimizers, strict=True):
-                optimizer.load_state_dict(kept)
+            self.set_weights(saved.weights)
+            for optimizer, values in zip(self.optimizers, saved.optimizers, strict=True):
+                optimizer.load_state_dict(values)
         self.log = self.folder.log(-1 if saved is None else self.state.step)
         if saved is None:
             self.fit()
-            self.look()
+            self.evaluate()
             return
         if saved.stopped and saved.asked < self.settings.length:
             saved.stopped, saved.looks_since = "", 0
         verb = "is finished, after step" if saved.stopped else "resumes at step"
-        self.say("%s %s %d: %s", self.folder.folder, verb, saved.step, self.worth)
+        self.log_info("%s %s %d: %s", self.folder.folder, verb, saved.step, self.summary)
         self.publish()
 
     def fit(self) -> None:
-        """Initialise a student that has a closed-form fit; in a team all use the first process's result."""
+        """Initialize a student that has a closed-form fit; in a team all use the first process's result."""
         steps = -(-self.student.fitted_answers // self.settings.batch)
         steps = steps if self.settings.steps is None else min(steps, self.settings.steps)
         texts = [text for step in range(steps) for text in self.source.of_step(step, self.report)]
         if texts:
             self.student.fit(texts)
-            self.put(self.team.of_first(lambda: self.student.weights))
+            self.set_weights(self.team.of_first(lambda: self.student.weights))
 
-    def put(self, weights: Mapping[str, Tensor]) -> None:
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Set the student's weights."""
         with torch.no_grad():
             for name, tensor in self.student.weights.items():
@@ -95,8 +95,8 @@ class Trainer:
         return HeldOutFigures(**self.state.best_figures)
 
     @property
-    def worth(self) -> str:
-        """The figures of the best weights so far, for the progress bar."""
+    def summary(self) -> str:
+        """The figures of the best weights so far, in words."""
         figures = self.best
         predicted = best_depth(self.costs, figures.tokens_per_round)
         depth, speed_up = predicted or (len(figures.tokens_per_round), 0.0)
@@ -115,7 +115,7 @@ class Trainer:
         while not self.state.stopped:
             if self.share_done >= 1:
                 self.state.stopped = "all steps are taken" if self.settings.steps else "the time is over"
-                self.look()
+                self.evaluate()
                 break
             started_s = time.perf_counter()
             figures = self.step()
@@ -123,12 +123,12 @@ class Trainer:
             self.state.seconds += taken_s / self.team.size
             self.state.step += 1
             if self.state.step % LOGGED_EVERY == 0 or self.state.step == 1:
-                self.note({"step": self.state.step, "loss": figures.loss, "overlap": figures.overlap})
-            self.report("training", self.share_done, f"loss {figures.loss:.3f}, {self.worth}")
+                self.add_entry({"step": self.state.step, "loss": figures.loss, "overlap": figures.overlap})
+            self.report("training", self.share_done, f"loss {figures.loss:.3f}, {self.summary}")
             if self.share_done < 1 and self.state.step % self.settings.look_every == 0:
-                self.look()
+                self.evaluate()
             elif self.share_done < 1 and self.state.step % self.settings.checkpoint_every == 0:
-                self.keep()
+                self.save_checkpoint()
         return self.state
 
     def step(self) -> StepFigures:
@@ -159,12 +159,12 @@ class Trainer:
         return StepFigures(sums[0], sums[1], int(num_places))
 
     def parts(self, texts: Sequence[TargetText]) -> list[Sequence[TargetText]]:
-        """Split answers into parts whose logits fit into MOST_LOGITS, at least one answer each."""
+        """Split answers into parts of at most MOST_LOGITS logits, but at least one answer each."""
         longest = max(len(text.tokens) for text in texts)
         most = max(1, MOST_LOGITS // (longest * self.objective.num_ids))
         return [texts[i : i + most] for i in range(0, len(texts), most)]
 
-    def look(self) -> None:
+    def evaluate(self) -> None:
         """Evaluate the weights, and write the checkpoint, the log, the best drafter and the curves."""
         state = self.state
         figures = self.team.of_first(lambda: judge_held_out(self.objective, self.student, self.held_out, self.report))
@@ -173,30 +173,30 @@ class Trainer:
         if predicted := best_depth(self.costs, figures.tokens_per_round):
             entry["predicted"] = {"depth": predicted[0], "speed_up": predicted[1]}
         state.first_figures = state.first_figures or figure_values
-        is_kept = (figures.target_rise or 0.0) <= MOST_LOST
-        if state.best_figures is None or (is_kept and figures.overlap > state.best_figures["overlap"] + RISE):
+        may_be_best = (figures.target_rise or 0.0) <= MOST_LOST
+        if state.best_figures is None or (may_be_best and figures.overlap > state.best_figures["overlap"] + LEAST_RISE):
             state.best_figures, state.best_step, state.looks_since = figure_values, state.step, 0
             state.best = {name: tensor.detach().clone() for name, tensor in self.student.weights.items()}
         else:
             state.looks_since += 1
             if state.looks_since >= self.settings.patience and not state.stopped:
-                state.stopped = f"held-out acceptance has not risen in {self.settings.patience} looks"
-        self.say("step %d, %.0f %% done: %s", state.step, 100 * self.share_done, self.worth)
-        self.note(entry)
-        self.keep()
+                state.stopped = f"held-out acceptance has not risen in {self.settings.patience} evaluations"
+        self.log_info("step %d, %.0f %% done: %s", state.step, 100 * self.share_done, self.summary)
+        self.add_entry(entry)
+        self.save_checkpoint()
         self.publish()
 
-    def note(self, entry: Mapping[str, Any]) -> None:
-        """Write a line of the log."""
+    def add_entry(self, entry: Mapping[str, Any]) -> None:
+        """Append a line to train.jsonl."""
         with writable(self.folder.folder):
             self.log.add(entry)
 
-    def say(self, message: str, *values: object) -> None:
+    def log_info(self, message: str, *values: object) -> None:
         """Log a message, in the first process only."""
         if self.team.is_first:
             logger.info(message, *values)
 
-    def keep(self) -> None:
+    def save_checkpoint(self) -> None:
         """Save the checkpoint, in the first process only."""
         if not self.team.is_first:
             return

@@ -1,16 +1,16 @@
 """Early exit: the target's first layers, with its norm and head, as the drafter (LayerSkip, 2404.16710).
 
-Root and draft tokens run through the layers below the exit in the target's own cache, in the slots where verification
-expects them; there is no other model and, without an adapter, no other cache. The target has read all committed text,
-so nothing else needs to be read. For chains, the keys, values and states are handed to the target's pass (`Resume`):
-the layers compute the same bits for one token as for many, so that pass starts at the exit, except for the last draft
-token, which was not read yet. Trees, whose nodes get other slots in the target's pass, and passes of fixed shape are
-computed again from the first layer.
+Root and draft tokens run through the layers below the exit in the target's own cache, in the slots where the target's
+pass expects them; there is no other model and, without an adapter, no other cache. The target has read all committed
+text, so nothing else needs to be read. For chains, keys, values and states are handed over to the target's pass
+(`Resume`): since the layers compute the same bits for one token as for many, that pass starts at the exit, except for
+the last draft token, which was not read. Trees, whose nodes have other slots in the target's pass, and passes of fixed
+shape are computed again from the first layer.
 
-An adapter is trained layers above the exit (Kangaroo, 2404.18911), with the target's head. It reads the target's states
-at the exit in its own cache: those of final text before a draft, and those of draft tokens after the lower layers'
-pass; accepted draft tokens are not read again. If a device drafts whole chains, all of this is one call, which drops
-its draft tokens: accepted ones are read again from the target's states, with the next root, in the next call.
+An adapter has trained layers above the exit (Kangaroo, 2404.18911), its own cache, and the target's head. It reads the
+target's states at the exit: those of final text before a draft, and those of draft tokens after the pass of the lower
+layers; accepted draft tokens are not read again. If a device drafts entire chains, all of this is one call, which drops
+its draft tokens: accepted ones are read from the target's states, with the next root, in the next call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EarlyExitDrafter(TapFollower):
     """
 
     names: tuple[str, ...] = ("early-exit",)
-    least_text: ClassVar[int] = 0  # roots are read with it
+    least_text: ClassVar[int] = 0  # the root is read in any case
 
     def __init__(self, target: Runner, layer: int, adapter: Runner | None = None) -> None:
         self.target = target
@@ -58,37 +58,38 @@ class EarlyExitDrafter(TapFollower):
         self.lower = target.lower(layer)
         self.adapter = adapter
         self.taps = () if adapter is None else (layer,)
-        self.noted: dict[int, list[Tensor]] | None = None  # the states of what a proposal has read; None: not wanted
+        self.noted: dict[int, list[Tensor]] | None = None  # exit states of the draft's nodes; None: not recorded
         vocab = target.vocab_size
         super().__init__(adapter or self.lower, SameIds(vocab, vocab))
-        # On devices the adapter's text, roots and guesses are read in one call.
+        # On devices the adapter's text, roots and draft tokens are read in one call.
         self.draws_after_text = adapter is not None and self.runner.draws_unseen
 
     def observe(self, committed: Committed) -> None:
-        """Note the final tokens, and keep the states that the adapter reads.
+        """Record the final tokens and the states that the adapter reads.
 
-        Raises WrongTarget if the target's cache does not hold the tokens, or an adapter gets no states.
+        Raises WrongTarget if the target's cache does not have these tokens, or if an adapter gets no states.
         """
         for seq_id, tokens, _ in committed.rows():
             known = self.sequences.get(seq_id)
             num_final = len(tokens) + (0 if known is None else len(known.text))
             if self.target.length(seq_id) != num_final:
                 raise WrongTarget(
-                    f"early-exit:{self.layer} reads in the cache of the target that it was built for, which holds "
-                    f"{self.target.length(seq_id)} tokens of sequence {seq_id} where {num_final} are final: "
-                    f"build one for this engine, as LLM(model, draft='early-exit:{self.layer}') does"
+                    f"early-exit:{self.layer} uses the cache of the target that it was built for, which has "
+                    f"{self.target.length(seq_id)} tokens of sequence {seq_id} instead of {num_final}: "
+                    f"build a drafter for this engine, as LLM(model, draft='early-exit:{self.layer}') does"
                 )
         super().observe(committed)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
-        """A tree per sequence, grown from the lower layers; the root alone where text or memory is full."""
-        self.noted = {} if self.lower.resumes and tail is None else None  # a tail is unread text before the root
+        """A tree per sequence, grown from the lower layers; the root alone if context or cache have no room."""
+        # After a tail the target's pass cannot resume, since it has not read the tail's tokens.
+        self.noted = {} if self.lower.resumes and tail is None else None
         draft = super().propose(draws, budgets, tail)
         self.noted = None
         return draft
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
-        """One pass of the lower layers and, if there is one, the adapter; of the adapter alone for final text."""
+        """One pass of the lower layers and of the adapter, if any; of the adapter alone for final text."""
         if self.adapter is not None:
             return self.adapter.read(reads, inputs=self.inputs(reads, features, drawn))
         states = super().run(reads, drawn)
@@ -98,20 +99,20 @@ class EarlyExitDrafter(TapFollower):
     def inputs(
         self, reads: Sequence[Read], features: Float[Tensor, "total taps hidden"] | None, drawn: DeviceTokens | None
     ) -> Float[Tensor, "total hidden"]:
-        """The states at the exit: given for final text, computed by the lower layers for roots and draft tokens."""
+        """The states at the exit: the `features` of final text, computed by the lower layers for other tokens."""
         if features is not None:
             return features[:, 0]
         assert self.adapter is not None, "only an adapter reads states"
         cache = self.adapter.cache
         counts = [len(r.tokens) + (0 if r.seq_id in self.adapter.tails else r.scratch) for r in reads]
         if not cache.can_reserve([r.seq_id for r in reads], counts):
-            raise OutOfBlocks(f"{sum(counts)} more tokens asked for, {cache.blocks.num_free} blocks free")
+            raise OutOfBlocks(f"{sum(counts)} more tokens requested, {cache.blocks.num_free} blocks free")
         hidden = self.lower.read([read._replace(judged=()) for read in reads], drawn=drawn).hidden
         self.note(reads, hidden)
         return hidden
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """The text for which the adapter has states, followed by the roots, which the lower layers read."""
+        """The text with states, which the adapter reads, followed by the roots, which the lower layers read first."""
         config, stream = self.target.decoder.config, self.target.decoder.stream_dtype
         features = self.states.of([read for read in reads if read.tokens])
         features = features or [torch.empty(0, 1, config.hidden, dtype=stream, device=self.target.device)]
@@ -121,7 +122,7 @@ class EarlyExitDrafter(TapFollower):
     def draw_in_one_call(
         self, draws: Draws, starts: Sequence[ChainStart], logits: Tensor, states: bool = False
     ) -> Chains | None:
-        """The chains, drafted by one call of the lower layers; their states are noted if they can be resumed from."""
+        """As in Follower; the states at the exit are recorded if the target's pass can resume from them."""
         chains = super().draw_in_one_call(draws, starts, logits, self.noted is not None)
         if chains is not None and chains.states is not None and self.noted is not None:
             for start, states_read in zip(starts, chains.states, strict=True):
@@ -129,14 +130,14 @@ class EarlyExitDrafter(TapFollower):
         return chains
 
     def note(self, reads: Sequence[Read], states: Float[Tensor, "read hidden"]) -> None:
-        """Keep the states of nodes that were read."""
+        """Record the states at the exit of the nodes that were read."""
         if self.noted is not None:
             each = states.split([len(read.tokens) for read in reads]) if len(reads) > 1 else [states]
             for read, rows in zip(reads, each, strict=True):
                 self.noted.setdefault(read.seq_id, []).append(rows)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """Hand the chains that were read to the target's pass, with their states; drop all else from its cache."""
+        """Hand the chains over to the target's pass with their states, and drop all other nodes from its cache."""
         rows = {s: row for row, s in enumerate(draws.seq_ids) if s in granted and granted[s].width == 1}
         rows = {} if self.noted is None else rows
         self.lower.hand_over([*rows])
@@ -150,14 +151,14 @@ class EarlyExitDrafter(TapFollower):
         return replace(draft, resume=Resume(self.layer, torch.tensor(nodes), hidden))
 
     def confirm(self, seq_ids: Sequence[int]) -> None:
-        """Keep the part of the adapter's tails that became final; the target keeps its own."""
+        """Commit the accepted part of the adapter's tails; the engine does the same in the target's cache."""
         if self.adapter is not None:
             super().confirm(seq_ids)
         for seq_id in seq_ids:
             self.sequences[seq_id].clear()
 
     def cut_tails(self, rows: Sequence[DraftRow]) -> None:
-        """Drop all draft tokens, which are no longer in the target's cache."""
+        """Drop all draft tokens of an earlier draft, which are no longer in the target's cache."""
         seq_ids = [row.seq_id for row in rows]
         self.lower.drop(seq_ids)
         if self.adapter is not None:
@@ -167,7 +168,7 @@ class EarlyExitDrafter(TapFollower):
 
     @property
     def window(self) -> int:
-        """The longest text that the target and the adapter can read."""
+        """The longest text that both the target and the adapter can read."""
         return self.lower.window if self.adapter is None else min(self.lower.window, self.adapter.window)
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -185,29 +186,28 @@ class ExitBlueprint(HeadBlueprint):
     """`early-exit:E[:DIR]`: the target's first E layers, the adapter in DIR, if any, and the target's norm and head."""
 
     layer: int
-    adapter: tuple[HeadFolder, ModelConfig] | None = None  # the folder, and the layers in it
+    adapter: tuple[HeadFolder, ModelConfig] | None = None  # the folder, and the configuration of its layers
 
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> ExitBlueprint:
         layers = target.config.layers
         if layers < 2:
-            refuse(spec, "the target has a single layer, which leaves nothing to exit from; use another drafter")
+            refuse(spec, "the target has a single layer, so there is no earlier exit; use another drafter")
         exit_layer, colon, name = (spec.argument or "").partition(":")
         if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
             bounds = f"at least 1 and at most {layers - 1}, as the target has {layers}"
             example = f"for instance early-exit:{max(1, layers // 4)}, or early-exit:LAYERS:DIR with an adapter"
-            refuse(spec, f"the argument is the number of layers that guess: {bounds}, {example}")
+            refuse(spec, f"the argument is the number of layers that draft: {bounds}, {example}")
         layer = int(exit_layer)
         if not colon:
             return cls(layer)
         if not name:
-            bounds = f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or leave it out"
-            refuse(spec, bounds)
+            refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or omit it")
         folder = open_folder(name)
         return cls(layer, (folder, adapter_config(folder, layer)))
 
     def plan(self, name: str) -> DraftPlan:
-        """The plan of this drafter, under this name; an adapter uses the target's head."""
+        """As in HeadBlueprint; an adapter shares the target's head."""
         if self.adapter is None:
             return DraftPlan({}, lambda _tokens, _progress, target: EarlyExitDrafter(target, self.layer))
         folder, config = self.adapter
@@ -220,7 +220,7 @@ class ExitBlueprint(HeadBlueprint):
         return DraftPlan({name: adapter.memory}, build, adapter.fingerprint)
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """The adapter, widened, for the exit with the same states. Raises InvalidRequest without an adapter."""
+        """The widened adapter, for the exit with the same states. Raises InvalidRequest without an adapter."""
         if self.adapter is None:
             problem = f"early-exit:{self.layer} has no weights of its own: name an adapter's folder."
             raise InvalidRequest("draft", problem)

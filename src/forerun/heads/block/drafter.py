@@ -1,15 +1,15 @@
-"""Block drafters (DFlash, 2602.06036): a few layers that predict a whole block of tokens in one pass.
+"""Block drafters (DFlash, 2602.06036): a few layers that predict an entire block of tokens in one pass.
 
-The context is the target's states of the final text, concatenated and mapped to one state for each token; every layer
-computes keys and values directly from it. A block is the root's embedding followed by mask tokens: one for each draft
-token if the block is `causal`, else the whole block, whose positions see each other. The output at a position gives the
-logits of one draft token. Embedding and head are the target's, unless the folder has its own. The cache keeps the keys
-and values of the context only; chains and trees then grow from the outputs without another pass.
+The context is the target's states of the final text, concatenated and mapped to one state per token; every layer
+computes its keys and values directly from it. A block is the root's embedding followed by mask tokens: one per further
+draft token if the block is `causal`, otherwise as many as the block size, with positions that see each other. The
+output at a position gives the logits of one draft token. Embedding and head are the target's, unless the folder has its
+own. The cache keeps keys and values of the context only; chains and trees grow from the outputs without another pass.
 
 The positions of a block do not see each other's draft tokens. A Markov head (DSpark, 2607.05147) adds a low-rank bias
-that depends on the token before. A candidate selector (DFlash 2) keeps the top tokens of a position, and adds to each a
-score of the pair with the token before, weighted by the state. Both are applied from left to right. The confidence head
-estimates the probability that a draft token is accepted if those before it are.
+that depends on the previous token. A candidate selector (DFlash 2) keeps the top tokens of a position and adds a score
+of each one's pair with the previous token, weighted by the state. Both are applied from left to right. The confidence
+head estimates the probability that a draft token is accepted if those before it are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MapLogits = Callable[[Tensor], Tensor]  # maps logits over the head's ids to log
 
 
 class BlockDecoder(Decoder):
-    """The layers as a decoder, with further heads on its output states, None for those that it does not have.
+    """The layers as a decoder, with the further heads on its output states: `after` and `confidence`, None if absent.
 
     A pass reads either the target's states as context, or the tokens of blocks. `ids` are the token ids of its head.
     """
@@ -87,14 +87,17 @@ class BlockDecoder(Decoder):
             self.confidence = ConfidenceHead(weight, bias, before if c.confidence_with_markov else None)
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
-        """The context: the target's tapped states concatenated, mapped to one state, and normed."""
+        """The context: the target's states at the taps, concatenated, mapped to one state, and normed."""
         fused = product(self.fc, states.flatten(1).to(self.stream_dtype))
         return rms_norm(fused, self.hidden_norm, self.config.norm_eps)
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total hidden"] | None = None, **more: Any
     ) -> LayerOutputs:
-        """Write the context `inputs` to the cache; without `inputs`, read blocks, whose masked positions are MASKED."""
+        """Write the keys and values of the context `inputs` to the cache; without `inputs`, run the layers on blocks.
+
+        The tokens of masked positions are MASKED.
+        """
         assert not any(more.values()), "a block decoder has no taps and runs all layers"
         if inputs is not None:
             self.executor.write_kv(inputs, batch, cache)
@@ -105,13 +108,13 @@ class BlockDecoder(Decoder):
         return LayerOutputs(self.executor.run(range(len(self.layers)), embedded, seen, cache), None)
 
     def states(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        """The inputs of the heads: the normed output of the last layer."""
+        """The normed output of the last layer, which the heads read."""
         return rms_norm(hidden, self.norm, self.config.norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
 class MarkovHead:
-    """Adds a low-rank bias to a position's logits that depends on the token before."""
+    """Adds a low-rank bias, which depends on the previous token, to a position's logits."""
 
     before: Float[Tensor, "vocab rank"]
     after: Linear
@@ -120,13 +123,13 @@ class MarkovHead:
     def __call__(
         self, logits: Float[Tensor, "rows vocab"], states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]
     ) -> Float[Tensor, "rows vocab"]:
-        """The logits after these tokens; the states are not used."""
+        """The logits after the previous `tokens`; the states are not used."""
         return logits + self.target_logits(product(self.after, self.before[tokens]).float())
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateSelector:
-    """Keeps the `top_k` tokens of a position and adds a score of each one's pair with the token before."""
+    """Keeps the `top_k` tokens of a position and adds a score of each one's pair with the previous token."""
 
     predecessors: Float[Tensor, "vocab rank"]
     successors: Float[Tensor, "vocab rank"]
@@ -136,7 +139,7 @@ class CandidateSelector:
     def __call__(
         self, logits: Float[Tensor, "rows vocab"], states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]
     ) -> Float[Tensor, "rows vocab"]:
-        """The logits after these tokens; -inf for all tokens that are no candidates."""
+        """The logits after the previous `tokens`; -inf for all tokens that are not candidates."""
         candidates = largest(logits, self.top_k)
         query = self.predecessors[tokens].float() * product(self.projection, states).float()
         pairs = (query[:, None] * self.successors[candidates].float()).sum(-1)
@@ -145,14 +148,14 @@ class CandidateSelector:
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceHead:
-    """Estimates a draft token's acceptance probability; `before` are a Markov head's embeddings, if it reads them."""
+    """Estimates a draft token's acceptance probability; `before` are the Markov head's embeddings, if it reads them."""
 
     weight: Float[Tensor, " inputs"]
     bias: Float[Tensor, ""]
     before: Float[Tensor, "vocab rank"] | None
 
     def __call__(self, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-        """The acceptance probability of the draft tokens after these tokens."""
+        """The acceptance probability of the draft tokens after the previous `tokens`."""
         read = [states.float()] if self.before is None else [states.float(), self.before[tokens].float()]
         return torch.sigmoid((torch.cat(read, dim=1) * self.weight).sum(-1) + self.bias)
 
@@ -169,7 +172,7 @@ class BlockDrafter(TapFollower):
         self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # output states at the predicting positions
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
-        """Read final text as context (`features`), or blocks, whose output states are kept for the heads."""
+        """Read final text as context (`features`), or blocks, whose output states are saved for the heads."""
         if features is not None:
             return self.runner.read(reads, inputs=self.decoder.fuse(features))
         states = self.runner.read(reads)
@@ -193,11 +196,11 @@ class BlockDrafter(TapFollower):
         return [*row.after_text, *[MASKED] * (self.decoder.block.num_places(row.budget.depth) - 1)]
 
     def unread_texts(self, reads: Sequence[Read]) -> UnreadTexts:
-        """The unread context; no draft token is predicted at it."""
+        """The unread text as context; it has no outputs."""
         return UnreadTexts([read.tokens for read in reads], self.states.of(reads), None, self.decoder.fuse)
 
     def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads:
-        """All draft tokens are predicted at the positions of one block."""
+        """The heads that predict all draft tokens at the positions of one block."""
 
         def logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
             level, after = path.shape[1] - 1, layers.after
@@ -226,7 +229,7 @@ class BlockDrafter(TapFollower):
         return grow_by_heads(draws, granted, logits_after, unseen, confidence=confidence if sure else None)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """The draft; the states of the blocks are dropped."""
+        """The draft; the blocks are dropped from the cache."""
         self.runner.drop(list(granted))
         self.blocks = {}
         return draft
@@ -242,7 +245,7 @@ class BlockBlueprint(StateBlueprint):
         return BlockDrafter(layers, runner, ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """The layers, the map of the states that they read, and what stands on their own."""
+        """The widened layers, map of states, and further heads."""
         tensors = self.tensors
         layers = widened_layers(tensors.config.layers, plan, self.folder.name)
         taps = tuple(widened_tap(plan, tap) for tap in tensors.config.taps)

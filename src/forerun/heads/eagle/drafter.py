@@ -1,15 +1,15 @@
 """EAGLE: decoder layers that draft token by token from a target's states (2401.15077, 2406.16858, 2503.01840).
 
-At each position the first layer reads the embedding of the token there and the target's state after the token before;
+At each position the first layer reads the embedding of the token there and the target's state at the previous token;
 further layers, which few drafters have, are ordinary decoder layers. For draft tokens, which the target has not read,
 the last layer's output at the parent replaces the state. `state_follower.py` pairs states with tokens; this file
-computes how the two enter the layer, in which the generations differ:
+computes the layer's input, in which the generations differ:
 
-- EAGLE-1 and EAGLE-2: concatenated and mapped to the layer's width; the target's head reads the output.
+- EAGLE-1 and EAGLE-2: embedding and state are concatenated and mapped to the layer's width; the head is the target's.
 - EAGLE-3: states of several layers are concatenated and mapped to the layer's width. State and embedding are normed and
   concatenated, the state is also the residual stream, and a norm and possibly an own head follow.
-- P-EAGLE (2602.01469): one pass reads mask tokens after the root with a learned state, one for each further draft
-  token; all draft tokens of a depth share the logits of its position.
+- P-EAGLE (2602.01469): one pass reads mask tokens after the root with a learned state, one per further draft token; all
+  draft tokens of a depth have the logits of the same position.
 
 Dtype and kernels are the target's.
 """
@@ -49,7 +49,7 @@ from forerun.sampling.draws import Draws
 
 
 class EagleDecoder(StateDecoder):
-    """The layers as a decoder with its own cache, which reads embeddings together with states.
+    """The layers as a decoder with its own cache, whose inputs are embeddings and states.
 
     `ids` are the token ids of its head. `mask` is the learned state of P-EAGLE's mask tokens, None for others.
     """
@@ -59,7 +59,7 @@ class EagleDecoder(StateDecoder):
         self.form = form
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
-            """A decoder's tensor; ones for a missing input norm, because the entry norms the inputs."""
+            """A decoder's tensor; ones for a missing input norm, since the entry norms the inputs."""
             name = name.removeprefix("model.").replace("layers.0.", f"{tensors.place}.", 1)
             return take(name) if name in shapes else target.norm.new_ones(shape, dtype=target.dtype)
 
@@ -83,8 +83,7 @@ class EagleDecoder(StateDecoder):
         self.mask = self.fuse(take(names.MASK_STATE).view(1, len(form.taps), -1))[0] if masked else None
 
     def fuse(self, states: Float[Tensor, "total taps target_hidden"]) -> Float[Tensor, "total hidden"]:
-        """The target's states as the layer reads them: unchanged in EAGLE-1, else concatenated, normed if the folder
-        says so, and mapped."""
+        """The state input of the layer: the target's state in EAGLE-1, else its states normed, concatenated, mapped."""
         states = states.to(self.dtype)
         if self.form.joined:
             return states.flatten(1)
@@ -93,14 +92,14 @@ class EagleDecoder(StateDecoder):
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total hidden"] | None = None, **more: Any
     ) -> LayerOutputs:
-        """Run the layers on the batch's embeddings and on `inputs`, the states."""
+        """Run the layers on the batch's embeddings and the states `inputs`."""
         assert inputs is not None, "EAGLE layers read states"
         assert not any(more.values()), "an EAGLE decoder has no taps and runs all layers"
         layers, embedded = range(len(self.layers)), self.embedding[batch.tokens]
         return LayerOutputs(self.run_with_states(self.entry, layers, embedded, inputs, batch, cache), None)
 
     def head_inputs(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        """The layer's outputs as the head reads them: normed, if there is a norm before the head."""
+        """The layer's outputs, after the norm before the head if there is one."""
         return self.normed_stream(hidden, self.head_norm)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
@@ -120,7 +119,7 @@ class EagleDrafter(StateFollower):
         return self.decoder.fuse(features)
 
     def draft_states(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
-        """The layer's output replaces the state."""
+        """The layer's output itself."""
         return output
 
 
@@ -143,7 +142,7 @@ class ParallelEagleDrafter(EagleDrafter):
         return self.decoder.mask.expand(sum(len(read.tokens) for read in reads), -1)
 
     def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads:
-        """The first draft token is predicted at the end of the text, each further one at a mask token."""
+        """The heads that predict the first draft token at the end of the text, and each further one at a mask token."""
 
         def logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
             level, at_masks = path.shape[1] - 1, head_inputs.logits
@@ -155,7 +154,7 @@ class ParallelEagleDrafter(EagleDrafter):
         return ParallelHeads(logits, places=MaskedPositions(tokens, lambda depth: depth - 1, state=self.decoder.mask))
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
-        """Read the mask tokens; returns the rows that had room, and the logits of all their draft tokens."""
+        """Read the mask tokens; returns the rows that fit the cache, and the logits of all their draft tokens."""
         masks = {row.seq_id: [self.mask_token] * (row.budget.depth - 1) for row in rows}
         reads = [Read(seq_id, tokens, judged=range(len(tokens))) for seq_id, tokens in masks.items() if tokens]
         ahead = self.read_fitting(reads, rows)
@@ -170,7 +169,7 @@ class ParallelEagleDrafter(EagleDrafter):
         return grow_by_heads(draws, granted, lambda *path: logits[places(*path)], self.runner.draws_unseen)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
-        """The draft; the mask tokens leave the cache."""
+        """The draft; the mask tokens are dropped from the cache."""
         self.drop(list(granted))
         return draft
 
@@ -185,12 +184,12 @@ class EagleBlueprint(StateBlueprint):
         return (EagleDrafter if layers.mask is None else ParallelEagleDrafter)(layers, runner, ids)
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """The layers and the map of states, grown for the widened target."""
+        """The widened layers and map of states."""
         tensors, name = self.tensors, self.folder.name
         if SPECULATORS in self.folder.fields.values:
             command = f"forerun convert {name} --to eagle --out NEW"
-            layout = f"write one in its authors' with `{command}`, and widen that"
-            raise InvalidRequest("draft", f"{name} is in the layout of speculators: {layout}.")
+            fix = f"convert it with `{command}`, and widen the result"
+            raise InvalidRequest("draft", f"{name} is in the layout of speculators, which is not widened: {fix}.")
         layers = widened_layers(tensors.layers, plan, name)
         shapes = tensors.shapes(), replace(tensors, layers=layers, target_hidden=plan.wide.hidden).shapes()
         taps = {} if tensors.form.joined else {names.TAP_IDS: [widened_tap(plan, tap) for tap in tensors.form.taps]}

@@ -1,13 +1,13 @@
 """Medusa (2401.10774): heads on the target's last hidden state, each of which predicts one token further ahead.
 
-The heads read no text and have no cache: a sequence needs only the state after the last token that the target has read.
-So a draft costs a few matrix products, whatever the length of the text.
+The heads read no text and have no cache: a sequence needs only the state at the last token that the target has read. So
+a draft costs a few matrix products, whatever the length of the text.
 
-Head d maps that state, after the final norm, to the logits of the token d + 1 positions after the next one: through
+Head d maps that state, after the final norm, to the logits of the token d + 1 positions after the root: through
 residual blocks, each adding the SiLU of a linear layer, and an output matrix, its own or the target's. With `hydra`
-(2402.05109) a head also reads the tokens in between: the next one, which is final, and the draft tokens before its own;
-their embeddings are concatenated with the state and mapped to its width first. Medusa's trees are products of the
-heads' predictions; in Hydra's each draft token depends on those before it. Device, dtype and kernels are the target's.
+(2402.05109) a head also reads the root and the draft tokens before its own: their embeddings are concatenated with the
+state and mapped to its width first. The predictions of Medusa's heads are independent; in Hydra each draft token
+depends on those before it. Device, dtype and kernels are the target's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from forerun.models.widen import Plan
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
-MOST_SHARED = 8  # average tokens of a sequence in a round up to which a state stays a view of the round's states
+MOST_SHARED = 8  # average tokens per sequence in a round up to which a saved state is a view of the round's states
 
 
 class MedusaHeads:
-    """The Medusa heads of a target, with its embedding and head. Rows do not affect each other."""
+    """The Medusa heads of a target, with the target's embedding and head. Rows do not affect each other."""
 
     def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
 
@@ -66,8 +66,10 @@ class MedusaHeads:
     def logits(
         self, head: int, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows seen"]
     ) -> Float[Tensor, "rows vocab"]:
-        """The logits of one head in float32. `states` are those after the target's final norm; `tokens`, which only
-        Hydra reads, are the next token and the draft tokens before the head's own."""
+        """The logits of a head in float32, from states after the target's final norm.
+
+        `tokens`, which only Hydra reads, are the root and the draft tokens before the head's own.
+        """
         rows, x, entry = len(states), states.to(self.dtype), self.entries[head]
         if entry is not None:
             x = torch.cat([x, self.embedding[tokens].flatten(1).to(self.dtype)], dim=1)
@@ -91,7 +93,7 @@ class MedusaDrafter:
         self.states: dict[int, Float[Tensor, " hidden"]] = {}
 
     def observe(self, committed: Committed) -> None:
-        """Keep the state after the last token. Raises WrongTarget for text without states that was not adopted."""
+        """Save the state at the last token. Raises WrongTarget for text without states, unless it is adopted."""
         if committed.adopted:
             return
         copied = len(committed.tokens) > MOST_SHARED * len(committed.seq_ids)  # a view would keep all states in memory
@@ -101,7 +103,7 @@ class MedusaDrafter:
                 self.states[seq_id] = state.clone() if copied else state
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        """All of the text: only the state after the root is needed, and the root is read in any case."""
+        """All tokens: only the state at the last token before a draft is needed, which the target reads in any case."""
         return most
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
@@ -134,7 +136,7 @@ class MedusaDrafter:
         return budget if depth == budget.depth else replace(budget, depth=depth)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        """Drafts as deep as there are heads; nothing has to be read first."""
+        """A depth of the number of heads; nothing is ever unread."""
         limit = [self.heads.config.num_heads if seq_id in self.states else 0 for seq_id in seq_ids]
         return Outlook([0] * len(seq_ids), limit, ends_early=not self.target.draws_unseen)
 
@@ -160,7 +162,7 @@ class MedusaBlueprint(FolderBlueprint):
         return MedusaDrafter(MedusaHeads(self.tensors, self.folder, target.decoder), target)
 
     def widened(self, plan: Plan) -> WideDrafter:
-        """The heads, widened; the outputs of their blocks stay 0 in the new channels."""
+        """The widened heads; the outputs of their blocks are 0 in the new channels."""
         wide = replace(self.tensors, hidden=plan.wide.hidden)
         fields = {"hidden_size": wide.hidden, "vocab_size": wide.vocab_size}
         return WideDrafter(self.folder, self.tensors.shapes(), wide.shapes(), fields, names.ADDED)

@@ -1,14 +1,14 @@
-"""MTP modules: layers that a checkpoint ships for predicting further tokens, one module for each depth (2412.19437).
+"""MTP modules: layers that a checkpoint ships to predict further tokens, one module per depth (2412.19437).
 
-A module reads a token with the state after the token before it: both are normed, concatenated and mapped to the model's
+A module reads a token with the state at the previous token: both are normed, concatenated and mapped to the model's
 width; a decoder layer of the target's kind follows, and a norm. Embedding and head are the target's. The state of the
-first module is the target's, after its final norm; that of each further module is the output of the module before. So
-module m depends on the target's state m + 1 positions before its token, and its first position in a text is the m-th.
+first module is the target's, after its final norm; the state of each further module is the output of the module before.
+So module m depends on the state m + 1 positions before its token, and its first position in a text is m.
 
-Module d drafts at depth d + 1; beyond the last module's depth the last module continues with its own output. Every
-module has read the whole text into its own layer of the cache, so a round starts from the last row of each. Modules are
-layers of one decoder, with the kernels and dtypes of the target. `format.py` defines the tensors; `state_follower.py`
-pairs states with tokens.
+Module d drafts at depth d + 1; beyond the depth of the last module, this module continues with its own output. Each
+module has read the entire text into its own layer of the cache, so a round starts from the last row of each. Modules
+are layers of one decoder, with the kernels and dtypes of the target. `format.py` defines the tensors;
+`state_follower.py` pairs states with tokens.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from forerun.models.rows import product
 from forerun.models.runner import Read, Runner
 from forerun.models.widen import Plan
 
-UNKNOWN = math.nan  # a state that this pass computes: the output of the module before at the row before
+UNKNOWN = math.nan  # a state that the pass itself computes: the previous module's output at the previous row
 
 
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """The parts of a module besides its layer."""
+    """The parts of a module without its layer."""
 
     embedding: Float[Tensor, "vocab hidden"]
     entry: StateEntry
@@ -67,9 +67,9 @@ class MtpDecoder(StateDecoder):
     """The modules as a decoder with its own cache, one layer each.
 
     Row p of a text is token p + 1 with a state that depends on the tokens up to p. A pass runs all modules or the last
-    few: `inputs` has the states of each, concatenated, and the output has their normed outputs in the same way. UNKNOWN
-    is replaced by the output of the module before at the row before. Logits are those of the first module that ran,
-    over the tokens `ids`.
+    few: `inputs` has the states of these modules, concatenated, and the result their normed outputs, concatenated.
+    UNKNOWN is replaced by the previous module's output at the previous row. Logits are those of the first module that
+    ran, over the tokens `ids`.
     """
 
     def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
@@ -91,7 +91,7 @@ class MtpDecoder(StateDecoder):
             embedding = take(table) if table in tensors.tables else target.embedding
             own_head = make_head(take(head)[ids]) if head in tensors.tables else None
             self.modules.append(MtpModule(embedding, entry, own_head or folder.shared_head(ids, target)))
-        if len(self.modules) == 1:  # whole chains in one call need a single module
+        if len(self.modules) == 1:  # entire chains in one call need a single module
             first = self.modules[0]
             self.embedding, self.head = first.embedding, first.head
             self.set_entry(first.entry, None, backend)
@@ -114,7 +114,7 @@ class MtpDecoder(StateDecoder):
     def read_known(
         self, module: int, states: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache
     ) -> Float[Tensor, "total hidden"]:
-        """The outputs of one module, zeros at its first `module` rows, which have no state."""
+        """The outputs of a module; zeros at its first `module` rows, which have no state."""
         if module == 0:
             return self.read_module(module, states, batch, cache)
         part, rows = batch.without_first(module)
@@ -126,13 +126,13 @@ class MtpDecoder(StateDecoder):
     def read_module(
         self, module: int, states: Float[Tensor, "total hidden"], batch: TokenBatch, cache: PagedCache
     ) -> Float[Tensor, "total hidden"]:
-        """The normed outputs of one module."""
+        """The normed outputs of a module."""
         parts = self.modules[module]
         embedded = parts.embedding[batch.tokens]
         return self.run_with_states(parts.entry, range(module, module + 1), embedded, states, batch, cache)
 
     def logits(self, hidden: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows vocab"]:
-        """Logits in float32 of normed outputs."""
+        """The logits of normed outputs, in float32."""
         width = self.config.hidden
         head = self.modules[len(self.modules) - hidden.shape[1] // width].head
         return product(head, hidden[:, :width]).float()
@@ -149,7 +149,7 @@ class MtpDrafter(StateFollower):
         super().__init__(runner, ids, self.num_modules * self.hidden)
 
     def beginning(self, text: Sequence[int], salt: Hashable) -> CachedPrefix:
-        """Nothing with several modules: the outputs at the end of a text, which they need, are not kept."""
+        """As in Follower; nothing with several modules, since the outputs at a text's end are not cached."""
         return super().beginning(text, salt) if self.num_modules == 1 else CachedPrefix()
 
     def fuse(self, features: Float[Tensor, "total modules hidden"]) -> Float[Tensor, "total inputs"]:
@@ -159,7 +159,7 @@ class MtpDrafter(StateFollower):
     def before_fusing(
         self, reads: Sequence[Read], features: Sequence[Float[Tensor, "_ taps hidden"]]
     ) -> Sequence[Float[Tensor, "_ modules hidden"]]:
-        """The target's states for the first module; for further ones the output of the one before, a row earlier."""
+        """The target's states for the first module; for further modules the previous module's output, a row earlier."""
         if self.num_modules == 1:
             return features
         shown, row = joined(features), 0
@@ -171,11 +171,11 @@ class MtpDrafter(StateFollower):
         return [states]
 
     def draft_states(self, output: Float[Tensor, "*rows outputs"]) -> Float[Tensor, "*rows inputs"]:
-        """The states for draft tokens: the outputs of all but the last module, or of the last once it is alone."""
+        """The states for draft tokens: the outputs of all but the last module, or of the last if it runs alone."""
         return output[..., : max(self.hidden, output.shape[-1] - self.hidden)]
 
     def end(self, seq_id: int) -> Float[Tensor, "further hidden"]:
-        """Outputs of all modules but the last at the end of a text; unused zeros if there is no text."""
+        """The outputs of all but the last module at the end of a text; unused zeros if there is no text."""
         if seq_id not in self.outputs:
             return torch.zeros(self.num_modules - 1, self.hidden, device=self.runner.device)
         return self.outputs[seq_id][0].view(-1, self.hidden)[:-1]
@@ -203,7 +203,8 @@ class MtpBlueprint(StateBlueprint):
         """The modules, widened; the outputs of their projections stay 0 in the new channels."""
         tensors, name = self.tensors, self.folder.name
         if tensors.naming.behind_layers:
-            raise InvalidRequest("draft", f"{name} numbers its modules behind the target's layers, which become more.")
+            problem = "the names of its modules contain the target's number of layers, which changes"
+            raise InvalidRequest("draft", f"{name} cannot be widened: {problem}.")
         layers = widened_layers(tensors.layers, plan, name)
         shapes = tensors.shapes(), replace(tensors, layers=layers).shapes()
         return WideDrafter.of_layers(self.folder, shapes, layers, {}, (tensors.naming.projection.rpartition("}.")[2],))
