@@ -290,7 +290,7 @@ def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
         "<system>Be.\n<user>again\n<assistant>",
     ]
     assert result.stdout == "Once upon a\n" * 3
-    assert "there is no /rset: /reset clears" in result.stderr
+    assert "unknown command /rset: /reset clears" in result.stderr
     assert "tokens/s" in result.stderr
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
 
@@ -317,7 +317,7 @@ def test_an_answer_without_a_text_of_a_model_for_conversations_names_chat(
     talking: ScriptedLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "STORY", [2])
-    ended = "by the model, without a text: it is a chat model; use `forerun chat`"
+    ended = "by the model, without any text: this is a chat model; use `forerun chat`"
     assert ended in generate("x", COLUMNS="200").stderr
     monkeypatch.setattr(talking, "tokenizer", TOKENIZER)
     assert "forerun chat" not in generate("x", COLUMNS="200").stderr

@@ -84,7 +84,7 @@ def test_a_file_cut_off_at_any_place_is_completed_to_the_same_file(run: Callable
         assert result.exit_code == 0, (cut, result.output)
         assert file.read_bytes() == whole, cut
         num_before = sum(end <= cut for end in ends)
-        assert (f"{num_before} of them before" in result.stderr) == (num_before > 0)
+        assert (f"{num_before} of them in earlier runs" in result.stderr) == (num_before > 0)
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 6])
@@ -259,7 +259,7 @@ def test_a_line_with_parameters_of_its_own_is_not_answered_as_if_it_had_none(
 ) -> None:
     prompts.write_text('{"prompt": "Once", "max_tokens": 3}\n{"prompt": "One", "category": "tales"}\n')
     result = run()
-    assert f"{prompts}:1: max_tokens has no effect in a line" in result.stderr
+    assert f"{prompts}:1: max_tokens cannot be set in a line" in result.stderr
     assert len(answers(prompts)) == 1
 
 

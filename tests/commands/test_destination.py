@@ -86,7 +86,7 @@ def test_what_cannot_be_written_is_refused_at_once(name: str, said: str, tmp_pat
 
 def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
-    with pytest.raises(InvalidRequest, match=f"output: the folder {tmp_path} may not be written"):
+    with pytest.raises(InvalidRequest, match=f"output: the folder {tmp_path} is not writable"):
         Destination("output", tmp_path / "a.json")
 
 

@@ -13,7 +13,7 @@ STORIES = str(TARGET)
     ("options", "told"),
     [
         (["-n", "4"], "at max_tokens, 4"),
-        (["-n", "500", "--max-model-len", "24"], "at the end of the context, 24 tokens with the prompt"),
+        (["-n", "500", "--max-model-len", "24"], "at the context limit, 24 tokens including the prompt"),
         (["-n", "60", "--stop", "."], "at the stop string '.'"),
     ],
 )

@@ -98,7 +98,7 @@ def test_the_list_has_what_ships_what_the_hub_left_here_and_files_that_were_used
     lines = invoke(columns="40").stdout.splitlines()
     assert {line.split()[-1] for line in lines[1:-1]} == listed.keys(), "a long name is broken"
     assert [line.split() for line in lines if line.startswith("no")] == [["no", "owner/broken"]]
-    assert lines[-1] == "forerun models MODEL says why one does not run."
+    assert lines[-1] == "forerun models MODEL shows why a model does not run."
     file.unlink()
     assert str(file) not in invoke("--json").stdout
 

@@ -194,11 +194,11 @@ def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
         assert "'more' is not served at" in refusal(
             "prove", "--prompts", str(prompts), *both, "--served-model-name", "more"
         )
-        assert "draft: it does not go with --server" in refusal(
+        assert "draft: it cannot be used with --server" in refusal(
             "prove", "--prompts", str(prompts), "--server", other.url, "--draft", "ngram"
         )
-        assert "plain: 'x' goes with --server" in refusal("prove", "--prompts", str(prompts), "--plain", "x")
+        assert "plain: 'x' needs --server" in refusal("prove", "--prompts", str(prompts), "--plain", "x")
         assert "model: it is missing" in refusal("prove", "--prompts", str(prompts))
-        assert "time_limit: 5 goes with --server" in refusal("prove", "--prompts", str(prompts), "--time-limit", "5")
+        assert "time_limit: 5 needs --server" in refusal("prove", "--prompts", str(prompts), "--time-limit", "5")
         named = prove(prompts, *both, "--plain-model", "other", num_texts=100)
         assert named.exit_code == 0, named.output

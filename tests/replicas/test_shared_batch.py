@@ -106,7 +106,7 @@ def test_an_interrupted_file_goes_on_with_any_number_of_engines_to_the_same_answ
     for num_before, engines in ((3, ["--replicas", "2"]), (6, ["--replicas", "1:2"])):
         (tmp_path / "cut").write_bytes(b"".join(lines[:num_before]) + lines[num_before][:20])
         replicas.took.clear()
-        assert f"{num_before} of them before" in run("cut", *engines).stderr
+        assert f"{num_before} of them in earlier runs" in run("cut", *engines).stderr
         assert len(replicas.took) == 9 - num_before
         assert (tmp_path / "cut").read_bytes() == whole
 
@@ -162,8 +162,8 @@ def test_replicas_of_another_fingerprint_are_refused(run: Callable[..., Result],
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--replicas", "2", "a prompt"], "replicas: they share the lines of a file: name one by --input"),
-        (["--ray", "auto", "--input", "x.jsonl"], "ray: auto goes with --replicas"),
+        (["--replicas", "2", "a prompt"], "replicas: it needs a file of prompts: name one with --input"),
+        (["--ray", "auto", "--input", "x.jsonl"], "ray: auto needs --replicas"),
         (["--replicas", "2:1", "--input", "x.jsonl"], "replicas: 2:1 is not possible"),
     ],
 )

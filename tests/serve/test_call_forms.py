@@ -314,7 +314,7 @@ UNKNOWN = [
     (HERMES_TEMPLATE.replace("f.arguments", "f.nothing"), "form that is not known"),
     (
         "{{ tools }}{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('none') }}{% endif %}{% endfor %}",
-        "form that is not known here: known are those of Hermes, Qwen3-Coder",
+        "format of calls is unknown: use a model with one of the formats Hermes, Qwen3-Coder",
     ),
 ]
 

@@ -173,7 +173,7 @@ UNKEPT = [
 @pytest.mark.parametrize(("schema", "why"), UNKEPT)
 def test_what_a_form_cannot_keep_of_a_schema_is_refused(schema: Any, why: str) -> None:
     tools = ToolUse({"f": schema}, NAMED["Qwen3-Coder"], "required", True)
-    with pytest.raises(ApiError, match=f"{why}.*cannot be kept in calls in the form of Qwen3-Coder") as refusal:
+    with pytest.raises(ApiError, match=f"{why}.*cannot be enforced in calls in the format of Qwen3-Coder") as refusal:
         tools.grammar({})
     assert refusal.value.param == "tools"
 

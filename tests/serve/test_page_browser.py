@@ -132,7 +132,7 @@ def test_both_answers_are_those_of_the_library_and_the_page_says_so(page: Any, s
     page.keyboard.press("End")
     assert "Round" in page.inner_text("#tip")
     page.keyboard.press("Home")
-    assert "nothing drafted" in page.inner_text("#said") or "guessed" in page.inner_text("#said")
+    assert "nothing drafted" in page.inner_text("#said") or "drafted" in page.inner_text("#said")
     page.check("#inline")
     assert page.locator("#lane-drafted del.rejected").first.is_visible()
     # again from the recorded times
@@ -157,7 +157,7 @@ def test_at_the_same_time_with_a_chosen_drafter_and_tree_by_keyboard_alone(page:
     assert "while both shared the machine" in finished(page)
     page.focus("#lane-drafted .answer")
     page.keyboard.press("End")
-    assert not page.get_attribute("#chart-rounds", "aria-label").startswith("0 guesses")
+    assert not page.get_attribute("#chart-rounds", "aria-label").startswith("0 draft tokens")
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     assert f"by {DRAFTER}, " in page.inner_text("#said")
@@ -266,7 +266,7 @@ def test_text_is_never_markup(page: Any) -> None:
     [
         ("f-temperature", "-1", "temperature"),
         ("f-stop_token_ids", "1,x", "use token ids with commas"),
-        ("f-logit_bias", "[1]", "this is no JSON object"),
+        ("f-logit_bias", "[1]", "this is not a JSON object"),
         ("f-depth", "deep", "use auto or a whole number"),
         ("f-other", '{"temprature": 1}', "did you mean 'temperature'"),
     ],

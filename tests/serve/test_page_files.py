@@ -38,14 +38,14 @@ def test_a_file_is_sent_to_everybody_with_its_type_and_a_strict_policy(server: R
     assert "unsafe" not in POLICY
 
 
-def test_what_is_told_of_the_model_needs_the_key(server: Running) -> None:
+def test_the_settings_of_the_page_need_the_key(server: Running) -> None:
     with server.http() as http:
         assert http.get("/page/settings").status_code == 401
-        told = http.get("/page/settings", headers={"Authorization": "Bearer secret"}).json()
-    assert told["fingerprint"] == server.llm.fingerprint
-    assert told["arms"] == list(server.llm.drafter_names)
-    assert told["chat"] is False
-    assert told["speculation"] == {"depth": 3, "width": 1}
+        settings = http.get("/page/settings", headers={"Authorization": "Bearer secret"}).json()
+    assert settings["fingerprint"] == server.llm.fingerprint
+    assert settings["arms"] == list(server.llm.drafter_names)
+    assert settings["chat"] is False
+    assert settings["speculation"] == {"depth": 3, "width": 1}
 
 
 def test_every_file_has_an_address_and_ships() -> None:

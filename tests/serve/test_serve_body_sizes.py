@@ -12,7 +12,7 @@ from forerun.errors import InvalidRequest
 from forerun.serve.body import parse_json_body
 from forerun.serve.harmony import history
 from forerun.serve.inputs import input_messages, message_fields
-from forerun.serve.parse import prepared
+from forerun.serve.parse import prepare
 from forerun.serve.problems import ApiError, problem_of
 from forerun.serve.schema import KNOWN, Endpoint
 from forerun.serve.settings import ServeSettings
@@ -58,7 +58,7 @@ def asked(body: dict[str, Any], endpoint: Endpoint, lenient: bool) -> tuple[floa
     """Seconds of this thread's processor time that a body takes before anything runs, and what is said of it."""
     raw, began_s = json.dumps(body).encode(), time.thread_time()
     try:
-        prepared(
+        prepare(
             parse_json_body(raw), endpoint, plain(), "", ServeSettings(lenient=lenient, trust_request_templates=True)
         )
         problem = ""
@@ -110,7 +110,7 @@ def test_no_field_takes_long_or_is_repeated_whole_in_any_shape(endpoint: Endpoin
 def test_a_long_body_is_judged_in_a_moment_and_in_a_few_words(raw: str, code: str) -> None:
     began_s = time.thread_time()
     try:
-        prepared(parse_json_body(raw.encode()), "completions", plain(), "", TRUSTING)
+        prepare(parse_json_body(raw.encode()), "completions", plain(), "", TRUSTING)
         body: dict[str, Any] = {"error": {"code": ""}}
     except (InvalidRequest, ApiError) as error:
         body = problem_of(error).body
@@ -157,13 +157,13 @@ def test_lenient_counts_for_names_inside_objects(caplog: pytest.LogCaptureFixtur
         "stream_options": {"include_usage": True, "include_costs": True},
     }
     with caplog.at_level(logging.WARNING, "forerun.serve"):
-        wished, _ = prepared(body, "chat", plain(), "", LENIENT)
+        wished, _ = prepare(body, "chat", plain(), "", LENIENT)
     assert wished.include_usage
     assert wished.requests[0].sampling_params.grammar is not None
     for name in ("extra", "other", "strictly", "include_costs"):
         assert f'"{name}"' in caplog.text.replace("'", '"')
     known: dict[str, Any] = {"role": "user", "content": "Hi", "read_by_template": "!"}
-    read, _ = prepared(
+    read, _ = prepare(
         {**BASES["chat"], "chat_template": body["chat_template"], "messages": [known]}, "chat", plain(), "", TRUSTING
     )
     assert read.requests[0].prompt == "Hi!"

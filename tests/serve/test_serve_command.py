@@ -8,7 +8,7 @@ import pytest
 
 from forerun.errors import InvalidRequest, MissingPackage
 from forerun.serve import settings
-from forerun.serve.access import ApiKeys, warn_of_readers
+from forerun.serve.access import ApiKeys, warn_if_readable
 from forerun.serve.settings import ServeSettings, require_packages, served_name
 from kit.checkpoints import TARGET
 from kit.command import refusal
@@ -26,7 +26,7 @@ def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.Monkey
         (["no_a", "no_b"], "no_a and no_b, which are not installed"),
         (["no_a", "no_b", "no_c"], "no_a, no_b and no_c, which are not installed"),
     ):
-        monkeypatch.setattr(settings, "NEEDED", ("json", *missing))
+        monkeypatch.setattr(settings, "REQUIRED_PACKAGES", ("json", *missing))
         with pytest.raises(MissingPackage, match=rf"needs {words}: pip install 'forerun\[serve\]'"):
             require_packages()
     assert "pip install 'forerun[serve]'" in told()
@@ -62,10 +62,10 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch
         taken.listen()
         in_use = told("--port", str(taken.getsockname()[1]))
     assert "cannot be listened on" in in_use
-    assert "name another, or 0 for a free one" in in_use
+    assert "name another port, or 0 for any free one" in in_use
     wrong_host = told("--host", "no such host")
     assert "host: no such host:8000 cannot be listened on" in wrong_host
-    assert "name one of this machine's" in wrong_host
+    assert "name an address of this machine" in wrong_host
 
 
 @pytest.mark.parametrize("field", ["max_queue", "max_body_bytes", "port", "drain_s", "request_s"])
@@ -94,7 +94,7 @@ def test_a_file_of_keys_that_others_can_read_is_warned_of(tmp_path: Path, caplog
     for mode, warned in ((0o600, False), (0o640, True), (0o604, True)):
         (tmp_path / "keys").chmod(mode)
         caplog.clear()
-        warn_of_readers(tmp_path / "keys")
+        warn_if_readable(tmp_path / "keys")
         assert ("chmod 600" in caplog.text) == warned
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.serve.harmony import history
+from forerun.serve.harmony import harmony_messages
 from forerun.serve.parts import AnswerForm, TokenCounter
 from forerun.serve.template_forms import is_harmony
 from forerun.serve.tools import tools_of
@@ -101,7 +101,7 @@ FINALLY = ("<|channel|>", "final", "<|message|>")
 
 
 def history_of(*messages: dict[str, Any]) -> str:
-    found = history([{"role": "user", "content": "Hi"}, *messages])
+    found = harmony_messages([{"role": "user", "content": "Hi"}, *messages])
     return Tokenizer.load(TARGET).apply_chat_template(found, tokenize=False, chat_template=HARMONY)
 
 

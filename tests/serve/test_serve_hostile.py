@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forerun.errors import ChatTemplateError
 from forerun.serve import service
 from forerun.serve.envelope import encode_json, encode_json_pieces
-from forerun.serve.parse import prepared
+from forerun.serve.parse import prepare
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
 from forerun.text.chat import ChatTemplate
@@ -39,10 +39,10 @@ def test_options_of_a_template_may_have_any_name(name: str) -> None:
     """One that a parameter of ours has is refused."""
     body: dict[str, Any] = {**CHAT, "chat_template_kwargs": {name: "x"}}
     if name not in PARAMETERS:
-        prepared(body, "chat", plain(), "", SETTINGS)
+        prepare(body, "chat", plain(), "", SETTINGS)
         return
     with pytest.raises(ApiError, match="chat_template_kwargs") as error:
-        prepared(body, "chat", plain(), "", SETTINGS)
+        prepare(body, "chat", plain(), "", SETTINGS)
     assert error.value.status == 400
 
 
@@ -61,13 +61,13 @@ MANY = {"logprobs": 128, "max_tokens": 100, "ignore_eos": True}
 )
 def test_log_probabilities_of_a_body_are_bounded_all_together(endpoint: Any, body: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError, match=f"{field}: [0-9]+ log-probabilities") as error:
-        prepared(body, endpoint, plain(), "", SETTINGS)
+        prepare(body, endpoint, plain(), "", SETTINGS)
     assert error.value.status == 400
 
 
 def test_a_full_context_may_have_the_alternatives_of_openai() -> None:
     body: dict[str, Any] = {**CHAT, "logprobs": True, "top_logprobs": 20}
-    asked, _ = prepared(body, "chat", plain(), "", SETTINGS)
+    asked, _ = prepare(body, "chat", plain(), "", SETTINGS)
     assert 0 < asked.num_logprobs <= 21 * plain().plan.max_model_len
 
 
@@ -130,7 +130,7 @@ def test_bodies_that_wait_to_be_read_at_the_end_are_told_so(
 ) -> None:
     held = threading.Event()
     monkeypatch.setattr(service, "NUM_SLOW_BODIES", 1)
-    monkeypatch.setattr(service, "prepared", lambda *body: held.wait(PATIENCE_S) and prepared(*body))
+    monkeypatch.setattr(service, "prepare", lambda *body: held.wait(PATIENCE_S) and prepare(*body))
     with drafting() as llm, running(llm, drain_s=0.1) as server, ThreadPoolExecutor(3) as pool:
         sent = [pool.submit(server.post, "/v1/chat/completions", **CHAT) for _ in range(3)]
         try:

@@ -262,7 +262,7 @@ def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
         told = [line.partition(server)[2] for line in errors.splitlines() if server in line]
         assert told == [  # the controller may say beside it that drafting does not pay
             "Shutting down: no new requests; 1 are answered first, within 60 s.",
-            "Every request is answered; the server ends.",
+            "All requests are answered; the server exits.",
         ]
     finally:
         process.kill()
@@ -337,7 +337,7 @@ def test_a_key_and_a_certificate_that_cannot_be_used_are_named(tmp_path: Path) -
     for files, said in (
         ((tmp_path / "none", certificate), r"tls_key: .*none cannot be read \(No such file"),
         ((key, tmp_path), r"tls_cert: .* cannot be read \(Is a directory"),
-        ((other, certificate), "tls_key: .*key.pem is not the key of .*cert.pem"),
+        ((other, certificate), "tls_key: .*key.pem is not the private key of .*cert.pem"),
         ((certificate, key), "tls_cert: .*no certificate and key in PEM"),
         ((locked, its_certificate), "tls_key: .*key.pem is encrypted"),
     ):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.serve import connections, service, uploads
-from forerun.serve.uploads import OneByOne
+from forerun.serve.uploads import SerialRunner
 from kit.servers import OK, drafting, expected, head, posted, running, until
 from serve.test_serve_half_requests import status_of, text
 
@@ -34,7 +34,7 @@ def test_tasks_run_one_by_one_with_a_pause_behind_each(lengths: list[float], fai
         return number if number not in failing else 1 // 0
 
     async def work() -> list[Any]:
-        tasks = OneByOne()
+        tasks = SerialRunner()
         asked = [tasks.run(lambda number=number: task(number)) for number in range(len(lengths))]  # type: ignore[misc]
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -50,7 +50,7 @@ def test_a_task_without_its_client_keeps_its_turn_and_one_that_waits_is_not_run(
     monkeypatch.setattr(uploads, "PAUSE", 0.0)
 
     async def work() -> list[str]:
-        tasks, ends, done = OneByOne(), threading.Event(), list[str]()
+        tasks, ends, done = SerialRunner(), threading.Event(), list[str]()
         first = asyncio.create_task(tasks.run(lambda: (ends.wait(5), done.append("first"))))
         others = [asyncio.create_task(tasks.run(lambda name=name: done.append(name))) for name in ("gone", "last")]  # type: ignore[misc]
         await asyncio.sleep(0.01)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from forerun.serve.parse import prepared
+from forerun.serve.parse import prepare
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
 from kit.servers import Running, serving
@@ -174,7 +174,7 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
 def asked(body: dict[str, Any], endpoint: Any) -> Any:
     """The tokens of the prompt, and all else that the answer depends on; or why there is none."""
     try:
-        ask, answers = prepared(body, endpoint, plain(), "", ServeSettings(trust_request_templates=True))
+        ask, answers = prepare(body, endpoint, plain(), "", ServeSettings(trust_request_templates=True))
     except Exception as error:
         return type(error), str(error).partition(": ")[2]
     (request,), (sequence,) = ask.requests, answers.sequences

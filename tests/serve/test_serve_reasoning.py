@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forerun.serve import parts
-from forerun.serve.parse import prepared
+from forerun.serve.parse import prepare
 from forerun.serve.parts import AnswerForm, AnswerSplitter, ReasoningTags, TokenCounter, reasoning_tags
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
@@ -86,7 +86,7 @@ def test_an_answer_goes_on_from_its_text_however_that_is_given(content: Any) -> 
         "chat_template": "{{ messages[0].content }}!{# until </think> #}",
         "continue_final_message": True,
     }
-    asked, _ = prepared(body, "chat", plain(), "", TRUSTING)
+    asked, _ = prepare(body, "chat", plain(), "", TRUSTING)
     assert asked.form.reasoning == OPENED
 
 
@@ -135,7 +135,7 @@ def prompt_of(endpoint: Any, template: str, effort: object, **more: Any) -> str 
     message: dict[str, Any] = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
     if endpoint == "chat":
         message = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
-    asked, _ = prepared({"chat_template": template, **message, **more}, endpoint, plain(), "", TRUSTING)
+    asked, _ = prepare({"chat_template": template, **message, **more}, endpoint, plain(), "", TRUSTING)
     return asked.requests[0].prompt
 
 
@@ -180,5 +180,5 @@ def test_reasoning_of_a_response_is_an_object_with_an_effort() -> None:
         ({"mode": "x"}, "reasoning.mode"),
     ):
         with pytest.raises(ApiError) as refusal:
-            prepared({"input": "Hi", "chat_template": NEVER, "reasoning": value}, "responses", plain(), "", TRUSTING)
+            prepare({"input": "Hi", "chat_template": NEVER, "reasoning": value}, "responses", plain(), "", TRUSTING)
         assert refusal.value.param == param

@@ -132,7 +132,7 @@ TOOLS_OF_RESPONSES: Refusals = [
     ({"tools": [{"type": "function", "parameters": {}}]}, "tools", "no name of a function"),
     ({"tools": [{**WEATHER, "strict": "true"}]}, "tools", "must be true or false"),
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools", '"defer_loading" is not served here'),
-    ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", 'and the functions ["weather", '),
+    ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", 'or one of the functions ["weather", '),
     ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "is none of"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 3}}, "tool_choice", "is none of"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are none"),

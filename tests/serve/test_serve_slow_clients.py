@@ -146,7 +146,7 @@ def test_a_drain_waits_only_for_what_there_is(drain_s: float, caplog: pytest.Log
         server.server.loop.call_soon_threadsafe(server.server.drain)
         until(lambda: server.server.should_exit)
     assert time.monotonic() - began_s < 10
-    assert "Every request is answered; the server ends." in caplog.messages
+    assert "All requests are answered; the server exits." in caplog.messages
 
 
 def test_a_drain_sends_whole_answers_to_their_end() -> None:

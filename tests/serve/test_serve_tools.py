@@ -99,7 +99,7 @@ def test_arguments_of_earlier_calls_are_objects_for_the_template(arguments: Any,
 @pytest.mark.parametrize("arguments", ["{", "no JSON", "[1]", [1], 3, True, '"{}"x', "NaN", '{"a": NaN}', "[" * 9000])
 def test_arguments_of_earlier_calls_that_are_no_object_are_refused_by_their_place(arguments: Any) -> None:
     with pytest.raises(
-        ApiError, match=r"messages\[1\]\.tool_calls\[1\]: the arguments .* are no JSON object"
+        ApiError, match=r"messages\[1\]\.tool_calls\[1\]: the arguments .* are not a JSON object"
     ) as refusal:
         with_objects([*MESSAGES, earlier(arguments=arguments)])
     assert refusal.value.param == "messages"

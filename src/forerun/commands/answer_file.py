@@ -22,8 +22,8 @@ from forerun.errors import InvalidRequest
 from forerun.store import parsed
 
 BEGINNING = b'{"line": '  # the start of every line
-SYNC_S = 1.0  # a power failure loses at most the answers of this time; a killed process loses none
-NEEDED = {"line", "prompt_digest", "seed", "settings"}
+SYNC_S = 1.0  # between calls of fsync: a power failure loses at most the answers since the last, a killed process none
+REQUIRED_KEYS = {"line", "prompt_digest", "seed", "settings"}
 
 
 def digest_of(prompt: object) -> str:
@@ -36,7 +36,7 @@ class AnswerFile:
     """An open answer file. `digests` and `seeds` are those of the answered lines, by their number in the input."""
 
     path: Path
-    number: int  # file descriptor
+    descriptor: int
     size: int = 0
     settings: Mapping[str, Any] | None = None
     digests: dict[int, str] = field(default_factory=dict)
@@ -50,28 +50,28 @@ class AnswerFile:
         Raises InvalidRequest for a file with other content, or one that another process is writing.
         """
         if path.exists() and not path.is_file():
-            raise _invalid(f"{path} is not a plain file: leave --output out to print the answers.")
+            raise _invalid(f"{path} is not a regular file: omit --output to print the answers.")
         Destination("output", path)
         try:
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise _invalid(f"{path} cannot be opened ({error.strerror}): name another file.") from error
-        file = cls(path, number)
+        file = cls(path, descriptor)
         try:
             file._lock()
             file._read()
             if fresh:
                 file.digests, file.seeds, file.settings, file.size = {}, {}, None, 0
-            os.ftruncate(number, file.size)
+            os.ftruncate(descriptor, file.size)
         except BaseException:
-            os.close(number)
+            os.close(descriptor)
             raise
         return file
 
     def check(self, settings: Mapping[str, Any], digests: Mapping[int, str]) -> None:
         """Raise InvalidRequest unless all answers in the file belong to this input and these settings."""
         if self.settings is not None and self.settings != settings:
-            differing = [name for name in settings if self.settings.get(name) != settings[name]] or ["its form"]
+            differing = [name for name in settings if self.settings.get(name) != settings[name]] or ["their names"]
             raise _invalid(
                 f"{self.path} holds answers with other settings ({', '.join(differing)}): name another file, or start "
                 "over with --fresh."
@@ -79,8 +79,8 @@ class AnswerFile:
         for line, digest in self.digests.items():
             if digests.get(line) != digest:
                 raise _invalid(
-                    f"{self.path} answers another prompt than line {line} of the input now has: name another file, or "
-                    "start over with --fresh."
+                    f"{self.path} holds an answer to line {line} of the input, whose prompt has changed since: name "
+                    "another file, or start over with --fresh."
                 )
 
     def add(self, answer: Mapping[str, Any]) -> None:
@@ -90,32 +90,32 @@ class AnswerFile:
         try:
             left = memoryview(data)
             while left:
-                left = left[os.write(self.number, left) :]
+                left = left[os.write(self.descriptor, left) :]
             self._sync()
         except OSError as error:
-            os.ftruncate(self.number, self.size)
+            os.ftruncate(self.descriptor, self.size)
             raise _invalid(
-                f"{self.path} cannot be written ({error.strerror}). The {len(self.digests)} answers in it are whole: "
-                "make room and run the same command again."
+                f"{self.path} cannot be written ({error.strerror}). The {len(self.digests)} answers in it are "
+                "complete: free some space and run the same command again."
             ) from error
         self.size += len(data)
         self.digests[answer["line"]], self.seeds[answer["line"]] = answer["prompt_digest"], answer["seed"]
 
     def close(self, finished: bool) -> None:
-        """Close the file. If all answers are there, they are sorted in the order of the input."""
+        """Close the file. If the batch is `finished`, sort the answers in the order of the input first."""
         try:
-            os.fsync(self.number)
+            os.fsync(self.descriptor)
             lines = list(self.digests)
             if finished and lines != sorted(lines):
                 content = self.path.read_bytes().splitlines(keepends=True)
                 in_order = sorted(zip(lines, content, strict=True))
                 Destination("output", self.path).write(b"".join(line for _, line in in_order))
         finally:
-            os.close(self.number)
+            os.close(self.descriptor)
 
     def _sync(self) -> None:
         if time.monotonic() - self.synced_s >= SYNC_S:
-            os.fsync(self.number)
+            os.fsync(self.descriptor)
             self.synced_s = time.monotonic()
 
     def _lock(self) -> None:
@@ -125,7 +125,7 @@ class AnswerFile:
         import fcntl
 
         try:
-            fcntl.flock(self.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise _invalid(f"{self.path} is being written by another process: wait for it.") from error
 
@@ -149,7 +149,7 @@ class AnswerFile:
 def answer_of(line: bytes) -> dict[str, Any] | None:
     """Parse a line as an answer; None if it is not one."""
     answer = parsed(line)
-    if not isinstance(answer, dict) or not answer.keys() >= NEEDED:
+    if not isinstance(answer, dict) or not answer.keys() >= REQUIRED_KEYS:
         return None
     numbers = isinstance(answer["line"], int) and isinstance(answer["seed"], int)
     return answer if numbers and isinstance(answer["settings"], dict) else None

@@ -1,4 +1,4 @@
-"""Shared by the commands that generate: loading the model, describing the run, streaming an answer.
+"""Functions that the generating commands share: load the model, describe the run, stream an answer.
 
 Ctrl-C ends an answer after the current round.
 """
@@ -87,7 +87,7 @@ class StreamedAnswer:
 
     @property
     def timing(self) -> AnswerTiming:
-        """How long it took."""
+        """The answer's number of tokens and its times, for the card."""
         return AnswerTiming(len(self.token_ids), self.first_s, self.total_s)
 
 
@@ -110,20 +110,22 @@ class LoadedModel:
     errors: Console
 
     @classmethod
-    def of(cls, where: ModelOptions, how: AnswerOptions) -> LoadedModel:
+    def of(cls, model_options: ModelOptions, answer_options: AnswerOptions) -> LoadedModel:
         """Load a model; options override its sampling defaults, and a missing seed is drawn."""
-        SamplingParams(**how.sampling())  # raises before anything is loaded
-        errors = Console(stderr=True, no_color=how.raw or None)
-        llm = build_llm(where, errors)
-        params = replace(llm.get_default_sampling_params(), **how.sampling())
+        SamplingParams(**answer_options.sampling())  # raises before anything is loaded
+        errors = Console(stderr=True, no_color=answer_options.raw or None)
+        llm = build_llm(model_options, errors)
+        params = replace(llm.get_default_sampling_params(), **answer_options.sampling())
         seed = params.resolve_seed()
-        return cls(llm, replace(params, seed=seed), setting_of(llm, where, seed), errors)
+        return cls(llm, replace(params, seed=seed), setting_of(llm, model_options, seed), errors)
 
 
-def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Result) -> StreamedAnswer:
+def write_answer(
+    model_options: ModelOptions, answer_options: AnswerOptions, text: str, result: Result
+) -> StreamedAnswer:
     """Load the model, stream its answer to standard output, and show a card or JSON about it."""
-    model = LoadedModel.of(where, how)
-    llm, painter = model.llm, Painter(Console(), how.raw)
+    model = LoadedModel.of(model_options, answer_options)
+    llm, painter = model.llm, Painter(Console(), answer_options.raw)
     show = (lambda _: None) if result.as_json else lambda segment: painter.write(segment.text, segment.origin)
     with warnings_held_back():
         streamed = answer(model, text, show)
@@ -132,11 +134,11 @@ def write_answer(where: ModelOptions, how: AnswerOptions, text: str, result: Res
     if not result.as_json:
         if not painter.visible:
             model.errors.print()  # the text does not end with a line break
-        ended = ended_by(streamed, model.params, llm.plan.max_model_len)
+        ending = describe_ending(streamed, model.params, llm.plan.max_model_len)
         if not streamed.text.strip() and streamed.finish_reason == "stop" and llm.tokenizer.template().is_usable:
-            ended += ", without a text: it is a chat model; use `forerun chat`"
+            ending += ", without any text: this is a chat model; use `forerun chat`"
         card = run_card(
-            model.setting, streamed.timing, llm.stats, streamed.origins, llm.plan.lines(), llm.drafter_names, ended
+            model.setting, streamed.timing, llm.stats, streamed.origins, llm.plan.lines(), llm.drafter_names, ending
         )
         model.errors.print(card)
     result.write(as_object(streamed, model.setting, llm))
@@ -195,11 +197,11 @@ def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[Segm
     return result
 
 
-def ended_by(streamed: StreamedAnswer, params: SamplingParams, max_model_len: int) -> str:
-    """Why an answer ended, in words."""
+def describe_ending(streamed: StreamedAnswer, params: SamplingParams, max_model_len: int) -> str:
+    """Why an answer ended, as a phrase for the card."""
     if streamed.finish_reason == "length":
         if params.max_tokens is None or len(streamed.token_ids) < params.max_tokens:
-            return f"at the end of the context, {max_model_len} tokens with the prompt"
+            return f"at the context limit, {max_model_len} tokens including the prompt"
         return f"at max_tokens, {params.max_tokens}"
     if streamed.finish_reason == "stop":
         return (
@@ -223,7 +225,7 @@ def as_object(streamed: StreamedAnswer, setting: Setting, llm: LLM) -> dict[str,
 
 
 def stats_object(stats: Stats, timing: AnswerTiming, drafters: Sequence[str] = ()) -> dict[str, Any]:
-    """The counters and rates of a run; for a mix, those of each of its `drafters` too."""
+    """The counters and rates of a run as JSON; for a mix, also the counters of each of its `drafters`."""
     by_drafter = {drafters[number]: asdict(counts) for number, counts in sorted(stats.drafters.items())}
     return {
         "num_tokens": timing.num_tokens,

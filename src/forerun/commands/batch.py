@@ -40,8 +40,8 @@ from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
 
 SAMPLING = frozenset(each.name for each in fields(SamplingParams))
-DRAIN_S = 60.0  # for the open requests of a replica that is shut down
-AHEAD = 2  # submitted requests, as a multiple of the batch size
+DRAIN_S = 60.0  # time that a replica gets for its open requests when it is shut down
+SUBMITTED_BATCHES = 2  # submitted requests, as a multiple of the batch size
 MOST_SHOWN = 20  # skipped lines that are reported individually
 
 
@@ -98,48 +98,48 @@ class BatchTally:
         """One sentence for the user, and what to do if lines are left."""
         line = f"{self.num_answered} of {self.num_lines} lines answered"
         if self.num_before:
-            line += f", {self.num_before} of them before"
+            line += f", {self.num_before} of them in earlier runs"
         if self.num_skipped:
             line += f"; {self.num_skipped} skipped: fix them and run the same command again"
         return f"Interrupted: {line}. The same command resumes." if stopped else f"{line}."
 
 
 def run_batch(
-    where: ModelOptions,
-    how: AnswerOptions,
+    model_options: ModelOptions,
+    answer_options: AnswerOptions,
     batch: BatchOptions,
     engines: ReplicaSettings | None,
     output: Path | None,
     result: Result,
 ) -> tuple[BatchTally, bool]:
-    """Answer the lines that are not answered yet. Returns the counts, and whether Ctrl-C stopped it."""
+    """Answer the lines that are not answered yet. Returns the counts, and whether Ctrl-C stopped the batch."""
     assert batch.input is not None, "a batch has an input"
-    SamplingParams(**how.sampling())  # raises before anything is loaded
+    SamplingParams(**answer_options.sampling())  # raises before anything is loaded
     tally = BatchTally()
     tasks = list(read_tasks(batch.input, tally, batch.chat))
     if any(task.messages for task in tasks):
-        require_template(where.spec)  # before the weights are loaded
+        require_template(model_options.spec)  # before the weights are loaded
     file = None if output is None else AnswerFile.open(output, batch.fresh)
     finished = False
-    errors = Console(stderr=True, no_color=how.raw or None)
+    errors = Console(stderr=True, no_color=answer_options.raw or None)
     try:
-        with batch_engine(where, batch, engines, errors) as (llm, engine):
-            settings, seed = settings_of(llm, where, how), first_seed(how.seed, file)
+        with batch_engine(model_options, batch, engines, errors) as (llm, engine):
+            settings, seed = settings_of(llm, model_options, answer_options), first_seed(answer_options.seed, file)
             if any(task.messages for task in tasks):
                 settings |= {"template": llm.tokenizer.template().digest()}
             if file is not None:
                 file.check(settings | {"seed": seed}, {task.line: task.digest for task in tasks})
             done = frozenset(() if file is None else file.digests)
             tally.num_before = len(done)
-            params = replace(llm.get_default_sampling_params(), **how.sampling())
-            job = Job(llm, engine, params, settings | {"seed": seed}, tally, file)
+            params = replace(llm.get_default_sampling_params(), **answer_options.sampling())
+            job = BatchJob(llm, engine, params, settings | {"seed": seed}, tally, file)
             with LoadingBar(errors) as bar:
                 stopped = job.run((task for task in tasks if task.line not in done), bar)
             finished = not stopped
     finally:
         if file is not None:
             file.close(finished)
-    setting = setting_of(llm, where, seed)
+    setting = setting_of(llm, model_options, seed)
     timing = AnswerTiming(len(tally.origins), tally.first_s, tally.total_s)
     if not result.as_json:
         errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.drafter_names))
@@ -151,18 +151,18 @@ def run_batch(
 
 @contextmanager
 def batch_engine(
-    where: ModelOptions, batch: BatchOptions, engines: ReplicaSettings | None, errors: Console
+    model_options: ModelOptions, batch: BatchOptions, engines: ReplicaSettings | None, errors: Console
 ) -> Iterator[tuple[LLM, BatchEngine]]:
     """The model, and its engine in this process or replicas, which are shut down at the end of the context."""
     if engines is None:
-        llm = build_llm(where, errors, batch.max_num_seqs)
+        llm = build_llm(model_options, errors, batch.max_num_seqs)
         yield llm, llm.engine
         return
     from forerun.replicas.on_ray import ray_replicas
     from forerun.replicas.shared_batch import SharedBatch
 
     show_note(f"starting {engines} replicas with Ray")
-    arguments = llm_arguments(where, batch.max_num_seqs, 512)
+    arguments = llm_arguments(model_options, batch.max_num_seqs, 512)
     starting = ray_replicas(arguments, engines, DRAIN_S, f"file-{os.getpid()}")
     with starting as (model, replicas), closing(SharedBatch(model, replicas)) as shared:
         yield model, shared
@@ -196,7 +196,7 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
         named = object_of(text)
         for field_name in named:
             if field_name in SAMPLING:
-                problem = "has no effect in a line: leave it out, and give options of the command for all lines"
+                problem = "cannot be set in a line: remove it, and use the command's options for all lines"
                 raise InvalidRequest("prompts", f"{field_name} {problem}")
         if "messages" in named:
             return Task(number, named.get("id", number), messages=messages_of(named["messages"]))
@@ -208,27 +208,28 @@ def task_of(line: bytes, number: int, path: Path) -> Task:
         return Task(number, named.get("id", number), request.prompt_token_ids)
 
 
-def settings_of(llm: LLM, where: ModelOptions, how: AnswerOptions) -> dict[str, Any]:
+def settings_of(llm: LLM, model_options: ModelOptions, answer_options: AnswerOptions) -> dict[str, Any]:
     """The settings that affect answers besides prompt and seed; the drafter does not in coupled verification."""
     settings = {
-        "model": llm.name or where.model,
+        "model": llm.name or model_options.model,
         "fingerprint": llm.fingerprint,
-        "verification": where.verification,
-        "max_model_len": where.max_model_len,
+        "verification": model_options.verification,
+        "max_model_len": model_options.max_model_len,
         **llm.generation_defaults.given,
-        **{name: value for name, value in how.sampling().items() if name != "seed"},
+        **{name: value for name, value in answer_options.sampling().items() if name != "seed"},
     }
-    if where.tokenizer is not None:
-        settings |= {"tokenizer": where.tokenizer}
-    if where.verification != "coupled":
-        settings |= {"draft": where.draft, "depth": where.depth, "tree": where.tree and str(where.tree)}
+    if model_options.tokenizer is not None:
+        settings |= {"tokenizer": model_options.tokenizer}
+    if model_options.verification != "coupled":
+        tree = model_options.tree and str(model_options.tree)
+        settings |= {"draft": model_options.draft, "depth": model_options.depth, "tree": tree}
     return settings
 
 
-def first_seed(asked: int | None, file: AnswerFile | None) -> int:
+def first_seed(requested: int | None, file: AnswerFile | None) -> int:
     """The seed of the first line: the option, else that of the existing answers, else a random one."""
-    if asked is not None:
-        return asked % 2**64
+    if requested is not None:
+        return requested % 2**64
     if file is not None and file.seeds:
         line, seed = next(iter(file.seeds.items()))
         return (seed - line + 1) % 2**64
@@ -253,8 +254,8 @@ class BatchEngine(Protocol):
 
 
 @dataclass(slots=True)
-class Job:
-    """A running batch on one model."""
+class BatchJob:
+    """A running batch: submits the tasks to the engine and writes each answer when it is finished."""
 
     llm: LLM
     engine: BatchEngine
@@ -262,10 +263,10 @@ class Job:
     settings: Mapping[str, Any]
     tally: BatchTally
     file: AnswerFile | None
-    open: dict[int, tuple[Task, Answers]] = field(default_factory=dict)  # by sequence
+    open: dict[int, tuple[Task, Answers]] = field(default_factory=dict)  # by sequence id
 
     def run(self, tasks: Iterator[Task], bar: LoadingBar) -> bool:
-        """Answer the tasks, batched; returns whether Ctrl-C stopped it (after the current round)."""
+        """Answer the tasks with continuous batching; returns whether Ctrl-C stopped it, after the current round."""
         started_s, engine = time.perf_counter(), self.engine
         with patient_interrupt() as interrupt:
             try:
@@ -291,8 +292,8 @@ class Job:
                     engine.cancel(self.open.pop(sequence_id)[1].sequences[0].request_id)
 
     def fill(self, tasks: Iterator[Task], bar: LoadingBar) -> None:
-        """Submit tasks until the engine has AHEAD batches of requests."""
-        most = AHEAD * self.llm.options.max_num_seqs
+        """Submit tasks until the engine has SUBMITTED_BATCHES batches of requests; report those it cannot serve."""
+        most = SUBMITTED_BATCHES * self.llm.options.max_num_seqs
         while len(self.open) < most and (task := next(tasks, None)) is not None:
             seed = (self.settings["seed"] + task.line - 1) % 2**64
             try:

@@ -39,11 +39,13 @@ forerun bench --model ./target --draft model:./draft --prompts mine.jsonl --pict
 """
 
 
-TemperatureOption = Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; not used with --replay.")]
+TemperatureOption = Annotated[
+    str, typer.Option("--temperature", "-t", help="Temperatures, as in 0,1; not used with --replay.")
+]
 TokensOption = Annotated[
     int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, without --replay.")
 ]
-PromptsOption = Annotated[int, typer.Option(min=1, help="Maximum number of prompts; repeated to fill a batch.")]
+PromptsOption = Annotated[int, typer.Option(min=1, help="Maximum number of prompts; they repeat to fill a batch.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,9 @@ class MeasurementOptions:
 
     model: ModelOption = TARGET
     prompts: Annotated[
-        Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt.")
+        Path | None, typer.Option(help="File: .jsonl with prompt, messages or turns (and category), or .txt.")
     ] = None
-    replay: Annotated[Path | None, typer.Option(help="Replay recorded answers: a .jsonl with prompt and answer.")] = (
+    replay: Annotated[Path | None, typer.Option(help="Recorded answers to replay: .jsonl with prompt and answer.")] = (
         None
     )
     batch: Annotated[str, typer.Option(help="Batch sizes, as in 1,4,16.")] = "1"
@@ -64,8 +66,8 @@ class MeasurementOptions:
     max_tokens: TokensOption = 64
     num_prompts: PromptsOption = 16
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions, alternating between variants.")] = 3
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first prompt; the next ones count up.")] = 0
-    fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier measurements, and start over.")] = False
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first prompt; the seeds of the others count up.")] = 0
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier measurements and start over.")] = False
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
     def cells(self, depths: tuple[int, ...] = (0,), tree: StaticTree | None = None) -> Selection:
@@ -120,11 +122,11 @@ def bench(
         Path | None, typer.Option(help="Plot speed-up and cost by depth into an .svg file.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
-    """Measure the speed-up of speculation on your model, machine and text. Without options: the bundled models.
+    """Measure the speed-up of speculation on your model, machine and text. Without options: on the bundled models.
 
-    It measures every combination of workload, batch size, depth and temperature; without options that takes less than
-    three minutes on two idle cores. After an interruption the same command resumes. Status 1: a depth changed the
-    tokens.
+    Every combination of workload, batch size, depth and temperature is measured; without options this takes less than
+    three minutes on two idle cores. After an interruption, the same command resumes. Exit status 1: the tokens at some
+    depth differ from those of plain decoding.
     """
     result, selection = Result.of(output), options.selection()
     picture_file = Destination.of_picture(picture)
@@ -162,7 +164,7 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
     try:
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise InvalidRequest(name, f"{text!r} must be numbers with commas between them, such as 0,1.") from None
+        raise InvalidRequest(name, f"{text!r} must be numbers separated by commas, such as 0,1.") from None
 
 
 def json_object(name: str, text: str, example: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`forerun bench serve`: measures a running server under load.
 
-This file defines the options, including those of other commands that use a server, and the exit status: 0, or 1 if a
-mode of speculation changed an answer. `forerun.traffic` sends the requests and computes the figures.
+This file defines the options, including those of other commands that use a server, and the exit status: 0, or 1 if
+answers differ between modes of speculation. `forerun.traffic` sends the requests and computes the figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AccessOptions:
     TITLE: ClassVar[str] = "Server"
 
     api_key: Annotated[str, typer.Option(help="API key, if the server requires one.", envvar="OPENAI_API_KEY")] = ""
-    served_model_name: Annotated[str, typer.Option(help="Model name; default: the first of the server.")] = ""
+    served_model_name: Annotated[str, typer.Option(help="Model name; default: the server's first model.")] = ""
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds without data until a request fails.")] = 600.0
 
 
@@ -49,7 +49,7 @@ class RemoteOptions:
     TITLE: ClassVar[str] = "Server"
 
     server: Annotated[
-        str | None, typer.Option(help="Test a server instead of a model: URL of any OpenAI-compatible server.")
+        str | None, typer.Option(help="URL of an OpenAI-compatible server to use instead of loading a model.")
     ] = None
     access: AccessOptions = field(default_factory=AccessOptions)
 
@@ -57,7 +57,7 @@ class RemoteOptions:
         """Raise InvalidRequest for a given option that is not `known`, since it applies only to a loaded model."""
         for name in given:
             if name not in known:
-                raise InvalidRequest(name, f"it does not go with --server {self.server}: {cure}.")
+                raise InvalidRequest(name, f"it cannot be used with --server {self.server}: {cure}.")
 
     def addresses(
         self, chat: bool, other: str | None, option: str, other_model: str
@@ -96,16 +96,16 @@ class LoadOptions:
     ] = None
     speculation: Annotated[
         str | None,
-        typer.Option(help="Speculation of requests, as in off,auto,4; default for forerun's server: off,auto."),
+        typer.Option(help="Modes of speculation, as in off,auto,4; default with a forerun server: off,auto."),
     ] = None
     prompts: Annotated[
-        Path | None, typer.Option(help="A .jsonl with prompt, messages or turns (and category), or a .txt.")
+        Path | None, typer.Option(help="File: .jsonl with prompt, messages or turns (and category), or .txt.")
     ] = None
     num_requests: Annotated[int, typer.Option(min=1, help="Requests per load, mode and repetition.")] = 32
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions, alternating between modes.")] = 3
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum new tokens per request.")] = 64
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate --max-tokens tokens, if the server can.")
+        bool, typer.Option("--ignore-eos", help="Always generate --max-tokens tokens, if the server supports it.")
     ] = False
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Temperature of every request.")] = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Seed of the arrival times and the requests.")] = 0
@@ -133,7 +133,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class AgreementOptions:
+class ServiceLevelOptions:
     """Options for the service level."""
 
     TITLE: ClassVar[str] = "Service level"
@@ -147,7 +147,7 @@ class AgreementOptions:
 def bench_serve(
     server: ServerOptions,
     load: LoadOptions,
-    agreement: AgreementOptions,
+    limits: ServiceLevelOptions,
     output: OutputOptions,
     picture: Annotated[
         Path | None, typer.Option(help="Plot throughput and latency by load: an .svg file.", rich_help_panel=OUTPUT)
@@ -156,7 +156,7 @@ def bench_serve(
     """Measure a running server under load: throughput, time to first token, time between tokens.
 
     It works with any OpenAI-compatible server. With a forerun server it alternates between modes of speculation, whose
-    answers must be equal. Needs the extra forerun[bench]. Status 1: a mode changed an answer.
+    answers must be equal. Needs the extra forerun[bench]. Exit status 1: an answer differs between modes.
     """
     result = Result.of(output)
     picture_file = Destination.of_picture(picture)
@@ -169,18 +169,16 @@ def bench_serve(
         from forerun.traffic.show import traffic_card
     require_client()
     plan = load.plan()
-    between_s, first_s = (
-        None if ms is None else ms / 1000 for ms in (agreement.sla_between_ms, agreement.sla_first_ms)
-    )
-    level = ServiceLevel(between_s, first_s, agreement.sla_percentile)
+    between_s, first_s = (None if ms is None else ms / 1000 for ms in (limits.sla_between_ms, limits.sla_first_ms))
+    level = ServiceLevel(between_s, first_s, limits.sla_percentile)
     extra = json_object("body", load.body, '{"top_p": 0.9}')
     a = server.access
     address = ServerAddress(server.url, a.api_key, a.served_model_name, server.chat, a.timeout_s)
     with LoadingBar() as bar:
-        sent = measure_traffic(
+        measurement = measure_traffic(
             address, plan, level, lambda detail, done: bar("load", done, detail), load.prompts, extra
         )
-        report = asyncio.run(sent)
+        report = asyncio.run(measurement)
     result.write(report.as_object(), traffic_card(report))
     if picture_file is not None:
         picture_file.write(drawn(report))

@@ -27,13 +27,13 @@ forerun chat --model ./checkpoint --system "Answer in one sentence." --temperatu
 
 @with_options(EXAMPLES)
 def chat(
-    where: ModelOptions,
-    how: AnswerOptions,
+    model_options: ModelOptions,
+    answer_options: AnswerOptions,
     system: Annotated[str | None, typer.Option(help="System prompt.", rich_help_panel=ANSWER)] = None,
 ) -> None:
     """Chat with a model that has a chat template.
 
-    /reset clears the conversation, /exit or Ctrl-D leaves, and Ctrl-C ends an answer early.
+    /reset clears the conversation, /exit or Ctrl-D quits, and Ctrl-C ends an answer early.
     """
     with importing():
         from rich.console import Console
@@ -42,9 +42,9 @@ def chat(
         from forerun.commands.answering import LoadedModel, Reply, answer, require_template
         from forerun.request import ChatOptions
         from forerun.serve.template_forms import answer_form
-    require_template(where.spec)
-    model = LoadedModel.of(where, how)
-    llm, errors, painter = model.llm, model.errors, Painter(Console(), how.raw)
+    require_template(model_options.spec)
+    model = LoadedModel.of(model_options, answer_options)
+    llm, errors, painter = model.llm, model.errors, Painter(Console(), answer_options.raw)
     label = label_of_widened(llm)
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = beginning
@@ -53,7 +53,7 @@ def chat(
             messages = beginning
             errors.print("the conversation is cleared", style="dim", highlight=False)
         elif re.fullmatch("/[a-z]+", line):
-            errors.print(f"there is no {line}: /reset clears the conversation, /exit leaves", highlight=False)
+            errors.print(f"unknown command {line}: /reset clears the conversation, /exit quits", highlight=False)
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
@@ -85,6 +85,6 @@ def read_line(console: Console) -> str | None:
         try:
             return input("> " if sys.stdin.isatty() else "").strip()
         except KeyboardInterrupt:
-            console.print("\n/exit or Ctrl-D leaves", style="dim", highlight=False)
+            console.print("\n/exit or Ctrl-D quits", style="dim", highlight=False)
         except EOFError:
             return None

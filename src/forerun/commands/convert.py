@@ -34,7 +34,7 @@ class ConversionOptions:
     TITLE: ClassVar[str] = "Conversion"
 
     to: Annotated[str, typer.Option(help="Format to write: eagle, dflash, mtp, medusa, medusa-pt or speculators.")]
-    out: Annotated[Path, typer.Option(help="Folder to write; one that holds something is not overwritten.")]
+    out: Annotated[Path, typer.Option(help="Folder to write; must be empty or new unless --force is given.")]
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="The drafter's target: checks that it fits.", autocompletion=complete_model),
@@ -50,8 +50,8 @@ def convert(
 ) -> None:
     """Convert a drafter to another format: that of its authors, of speculators, or of forerun.
 
-    The format of the source is recognised by its files. Every weight must be used, and no expected one be missing. The
-    result is read back and compared before the folder gets its name.
+    The format of the source is detected from its files. It is an error if a weight is unknown or missing. The result
+    is read back and compared with the source before the folder gets its name.
     """
     result = Result.of(output)
     with importing():
@@ -66,6 +66,6 @@ def facts(made: Converted) -> Iterator[tuple[str, str]]:
     yield "drafter", made.read.method.label
     yield "from", f"{made.source} ({made.read.format})"
     yield "to", f"{made.folder} ({made.written.format})"
-    yield "weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, the same to the bit"
+    yield "weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, bit for bit equal"
     if made.written.is_run:
         yield "use it with", f"--draft {made.draft}"

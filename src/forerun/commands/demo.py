@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forerun.demo.material import DemoPrompt, Pair
     from forerun.progress import LoadingBar
 
-LIMIT_S = 150.0  # for all races and loading; downloading the model is not included
+LIMIT_S = 150.0  # for loading and all races, without the download of the model
 SEED = 1
 EXAMPLES = """
 forerun demo
@@ -37,14 +37,14 @@ class DemoOptions:
     TITLE: ClassVar[str] = "Race"
 
     draft: Annotated[str | None, REQUIRED_DRAFT] = None
-    bundled: Annotated[bool, typer.Option("--bundled", help="The bundled models and code, without a download.")] = False
-    small: Annotated[bool, typer.Option("--small", help="They as trained, not widened: over in seconds.")] = False
+    bundled: Annotated[bool, typer.Option("--bundled", help="Use the bundled models, which need no download.")] = False
+    small: Annotated[bool, typer.Option("--small", help="Use them without widening: takes seconds.")] = False
     temperature: Annotated[
-        str | None, typer.Option("--temperature", "-t", help="One or some, as in 0,1; 0 takes the likeliest token.")
+        str | None, typer.Option("--temperature", "-t", help="Temperatures, as in 0,1; 0: greedy decoding.")
     ] = None
-    depth: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per round; else as many as pay.")] = None
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Most tokens per answer.")] = 256
-    raw: Annotated[bool, typer.Option("--raw", help="No panels, no colours.")] = False
+    depth: Annotated[int | None, typer.Option(min=1, help="Tokens drafted per round; default: chosen.")] = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Maximum tokens per answer.")] = 256
+    raw: Annotated[bool, typer.Option("--raw", help="Plain text without panels and colours.")] = False
     adapter: AdapterOption = None
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ def demo(options: DemoOptions, output: OutputOptions) -> None:
     """Compare plain and speculative decoding side by side, on questions of several kinds.
 
     The model is SmolLM2-135M-Instruct, which is downloaded once (98 MB). If the download fails, or FORERUN_OFFLINE is
-    set, bundled models complete code instead, enlarged to 0.5 billion and 21 million parameters. All of it takes less
-    than three minutes.
+    set, bundled models, enlarged to 0.5 billion and 21 million parameters, complete code instead. The demo takes less
+    than three minutes. Exit status 1: the tokens differ.
     """
     result = Result.of(output)
     with importing():

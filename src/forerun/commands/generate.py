@@ -14,7 +14,7 @@ from forerun.options import INTERRUPTED, AnswerOptions, BatchOptions, ModelOptio
 from forerun.streams import MISTAKE
 
 PromptArgument = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="Text to continue; - or nothing reads standard input.")
+    str | None, typer.Argument(metavar="PROMPT", help="Text to continue; if omitted or -: standard input.")
 ]
 EXAMPLES = """
 forerun generate --model stdlib "def main("
@@ -27,8 +27,8 @@ forerun generate --model stdlib --replicas 2 --input prompts.jsonl --output answ
 
 @with_options(EXAMPLES)
 def generate(
-    where: ModelOptions,
-    how: AnswerOptions,
+    model_options: ModelOptions,
+    answer_options: AnswerOptions,
     batch: BatchOptions,
     replicas: ReplicaOptions,
     output: OutputOptions,
@@ -36,31 +36,32 @@ def generate(
 ) -> None:
     """Complete a prompt, or all prompts of a file.
 
-    The text is streamed to standard output; on a terminal colours show the origin of each token. A summary goes to
+    The text is streamed to standard output; on a terminal, colours show the origin of each token. A summary goes to
     standard error.
 
-    With --input, each line of a file is a prompt. Answers go to --output (or standard output) as JSON lines with the
-    number and the id of their line, each when it is finished; at the end --output is sorted like the input. After an
-    interruption the same command resumes, with the same answers. Lines that cannot be answered are reported by number
-    and skipped, and the status is 2. With --replicas several engines share the lines; the answers are the same.
+    With --input, each line of a file is a prompt. Each answer is written to --output (or standard output) when it is
+    finished, as a JSON line with the number and the id of its input line; at the end, --output is sorted like the
+    input. After an interruption, the same command resumes, with the same answers. Lines that cannot be answered are
+    reported by number and skipped, and the exit status is 2. With --replicas, several engines share the lines; the
+    answers are the same.
     """
     if batch.input is not None:
-        generate_batch(where, how, batch, replicas, output, prompt)
+        generate_batch(model_options, answer_options, batch, replicas, output, prompt)
     elif replicas.replicas:
-        raise InvalidRequest("replicas", "they share the lines of a file: name one by --input, or leave them out.")
+        raise InvalidRequest("replicas", "it needs a file of prompts: name one with --input, or omit --replicas.")
     elif batch.chat:
-        raise InvalidRequest("chat", "it is for the lines of a file: name one by --input, or use forerun chat.")
+        raise InvalidRequest("chat", "it needs a file of prompts: name one with --input, or use forerun chat.")
     else:
         text, result = read_prompt(prompt), Result.of(output)
         with importing():
             from forerun.commands.answering import write_answer
-        if write_answer(where, how, text, result).finish_reason == "cancelled":
+        if write_answer(model_options, answer_options, text, result).finish_reason == "cancelled":
             raise typer.Exit(INTERRUPTED)
 
 
 def generate_batch(
-    where: ModelOptions,
-    how: AnswerOptions,
+    model_options: ModelOptions,
+    answer_options: AnswerOptions,
     batch: BatchOptions,
     replicas: ReplicaOptions,
     output: OutputOptions,
@@ -70,11 +71,12 @@ def generate_batch(
     if prompt is not None:
         raise InvalidRequest("input", "there is a prompt argument as well: give either the file or the prompt.")
     if output.as_json and output.output is None:
-        raise InvalidRequest("json", "answers and the JSON object would both be printed: name --output FILE.")
+        raise InvalidRequest("json", "answers and the JSON summary would both be printed: name --output FILE.")
     engines = replicas.settings
     with importing():
         from forerun.commands.batch import run_batch
-    tally, stopped = run_batch(where, how, batch, engines, output.output, Result(output.as_json, None))
+    result = Result(output.as_json, None)
+    tally, stopped = run_batch(model_options, answer_options, batch, engines, output.output, result)
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if tally.num_skipped:

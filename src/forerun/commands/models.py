@@ -33,15 +33,15 @@ def models(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A folder, a GGUF file, a hub id or a bundled model; without one, the models of this machine.",
+            help="Folder, GGUF file, hub id or bundled model; without it, the models on this machine are listed.",
             autocompletion=complete_model,
         ),
     ] = None,
 ) -> None:
     """Show whether and how a model runs here, which drafters fit it, and the commands for it.
 
-    No weights are loaded. For a model that cannot run, the status is 2 and one line says why and what to do. Without a
-    model: list the bundled models, those in the hub's cache, and GGUF files that were used.
+    No weights are loaded. For a model that cannot run, the exit status is 2 and one line says why and what to do.
+    Without a model: list the bundled models, those in the hub's cache, and GGUF files that were used before.
     """
     result = Result.of(output)
     with importing():
@@ -53,35 +53,35 @@ def models(
     if what is None:
         checkpoints = list(models_here())
         if not result.as_json:
-            Console(highlight=False).print(Text("\n".join(list_of(checkpoints))), soft_wrap=True)
+            Console(highlight=False).print(Text("\n".join(overview_lines(checkpoints))), soft_wrap=True)
         result.write({"models": [asdict(each) for each in checkpoints]})
         return
     facts = facts_of(loading.spec(what))
     if not result.as_json:
         console = Console(highlight=False)
-        console.print(fact_table(lines_of(facts)))
-        for i, command in enumerate(facts.commands):  # whole lines, to be copied
+        console.print(fact_table(fact_rows(facts)))
+        for i, command in enumerate(facts.commands):  # not wrapped, so that they can be copied
             console.print(Text(("" if i else "run it").ljust(len("drafters") + 2) + command), soft_wrap=True)
     result.write(facts.as_object())
 
 
-def lines_of(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    """The table rows for one model."""
+def fact_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    """(name, fact) of one model, for the table."""
     from forerun.cache.plan import size
 
     yield "model", facts.name
     yield "what", f"{facts.family}, {facts.parameters / 1e6:,.1f} M parameters"
-    yield "runs", f"{facts.number_format}, by {facts.kernels}"
-    whole = facts.weights_bytes + facts.token_bytes * facts.context
-    yield "memory", f"{size(facts.weights_bytes)} of weights, {size(facts.token_bytes)} a token"
-    yield "context", f"{facts.context:,} tokens, for which {size(whole)} are needed in all"
-    yield "chat", "has a template" if facts.has_chat_template else "no template: it continues texts"
+    yield "runs", f"in {facts.number_format} with {facts.kernels}"
+    total_bytes = facts.weights_bytes + facts.token_bytes * facts.context
+    yield "memory", f"{size(facts.weights_bytes)} of weights, {size(facts.token_bytes)} per token"
+    yield "context", f"{facts.context:,} tokens; a full context needs {size(total_bytes)} in total"
+    yield "chat", "has a chat template" if facts.has_chat_template else "no chat template: it continues texts"
     for i, each in enumerate(facts.drafters):
         yield "" if i else "drafters", f"{each.draft}: {each.about}"
 
 
-def list_of(models: list[ModelHere]) -> Iterator[str]:
-    """The models of this machine, a line each; the name is the last column, so that long names are not wrapped."""
+def overview_lines(models: list[ModelHere]) -> Iterator[str]:
+    """The models on this machine, one per line; the name is the last column, so that long names are not wrapped."""
     from forerun.cache.plan import size
 
     yield f"{'runs':4}  {'family':14}  {'parameters':>12}  {'files':>8}  model"
@@ -89,4 +89,4 @@ def list_of(models: list[ModelHere]) -> Iterator[str]:
         parameters, files = (f"{each.parameters / 1e6:,.1f} M", size(each.num_bytes)) if each.runs else ("", "")
         yield f"{'yes' if each.runs else 'no':4}  {each.family:14}  {parameters:>12}  {files:>8}  {each.name}"
     if not all(each.runs for each in models):
-        yield "forerun models MODEL says why one does not run."
+        yield "forerun models MODEL shows why a model does not run."

@@ -37,7 +37,7 @@ forerun prove --server http://gpu:8000 --plain http://gpu:8001 --prompts prompts
 """
 
 
-OF_SERVERS = ("prompts", "num_prompts", "max_tokens", "num_texts", "thorough", "seed")
+SERVER_OPTIONS = ("prompts", "num_prompts", "max_tokens", "num_texts", "thorough", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,15 @@ class ProveOptions:
 
     TITLE: ClassVar[str] = "Proof"
 
-    prompts: Annotated[Path, typer.Option(help="A .jsonl with prompt, messages or turns in each line, or a .txt.")]
+    prompts: Annotated[Path, typer.Option(help="File: .jsonl with prompt, messages or turns in each line, or .txt.")]
     model: ModelOption = ""
     draft: Annotated[str | None, REQUIRED_DRAFT] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests per run; prompts repeat where there are fewer.")] = 8
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests per run; prompts repeat if there are fewer.")] = 8
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens per request.")] = 48
     depth: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = DEFAULT_DEPTH
-    width: Annotated[int, typer.Option(min=2, help="Drafted tokens side by side in trees.")] = 2
-    num_texts: Annotated[int, typer.Option(min=100, help="Texts drawn in each test of the law.")] = 1500
-    thorough: Annotated[bool, typer.Option("--thorough", help="About ten times the work.")] = False
+    width: Annotated[int, typer.Option(min=2, help="Draft tokens per parent in trees.")] = 2
+    num_texts: Annotated[int, typer.Option(min=100, help="Samples in each statistical test.")] = 1500
+    thorough: Annotated[bool, typer.Option("--thorough", help="Do about ten times as many tests.")] = False
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same report.")] = 0
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     max_model_len: MaxModelLenOption = None
@@ -73,12 +73,12 @@ class ServerProveOptions(RemoteOptions):
     ] = None
     plain_model: Annotated[str, typer.Option(help="Model name on that server, if it differs.")] = ""
     chat: Annotated[
-        bool, typer.Option("--chat", help="With --server: ask for chat completions; prompts become messages.")
+        bool, typer.Option("--chat", help="With --server: use chat completions; prompts become messages.")
     ] = False
     time_limit: Annotated[
         float | None,
         typer.Option(
-            min=1.0, help="With --server: seconds after which it judges what it has; 300, with --thorough 3000."
+            min=1.0, help="With --server: seconds after which no test starts; default: 300, with --thorough 3000."
         ),
     ] = None
 
@@ -87,20 +87,20 @@ class ServerProveOptions(RemoteOptions):
 def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptions) -> None:
     """Test on your own model that speculation does not change the answers.
 
-    With --server it tests any OpenAI-compatible server against the same model without speculation. Status 0: all tests
-    passed. Status 1: one failed, or answers differ for an unknown reason.
+    With --server it tests any OpenAI-compatible server against the same model without speculation. Exit status 0: all
+    tests passed. Exit status 1: a test failed, or answers differ for an unknown reason.
     """
     result = Result.of(output)
     if remote.server is not None:
         holds = prove_remote(options, remote, result)
         raise typer.Exit(0 if holds else 1)
     if remote.plain is not None:
-        raise InvalidRequest("plain", f"{remote.plain!r} goes with --server: name the server that speculates.")
+        raise InvalidRequest("plain", f"{remote.plain!r} needs --server: name the server with speculation.")
     if remote.time_limit is not None:
-        raise InvalidRequest("time_limit", f"{remote.time_limit:g} goes with --server: leave it out.")
+        raise InvalidRequest("time_limit", f"{remote.time_limit:g} needs --server: name a server, or omit the limit.")
     if not options.model or options.draft is None:
         missing = "draft" if options.model else "model"
-        raise InvalidRequest(missing, "it is missing: name a model and a draft, or a server by --server URL.")
+        raise InvalidRequest(missing, "it is missing: give --model and --draft, or a server with --server URL.")
     with importing():
         from forerun.bench.material import check_lengths, read_passages, workload_of
         from forerun.llm import LLM
@@ -144,7 +144,7 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
 
     Raises InvalidRequest for options that apply only to a loaded model.
     """
-    remote.refuse(changed(options), OF_SERVERS)
+    remote.refuse(changed(options), SERVER_OPTIONS)
     with importing():
         from forerun.bench.material import read_passages
         from forerun.progress import LoadingBar

@@ -1,4 +1,4 @@
-"""Shared by all commands: handling of Ctrl-C, and output files.
+"""What all commands share: handling of Ctrl-C, and output files.
 
 Output files are checked before any work is done, and written completely or not at all.
 """
@@ -50,11 +50,11 @@ def patient_interrupt() -> Iterator[Interrupt]:
     interrupt = Interrupt()
     before = signal.getsignal(signal.SIGINT)
 
-    def note(*_: object) -> None:
+    def record(*_: object) -> None:
         interrupt.requested = True
         signal.signal(signal.SIGINT, before)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
         yield interrupt
     finally:
@@ -75,9 +75,9 @@ class Destination:
         if self.path.is_dir():
             raise InvalidRequest(self.option, f"{self.path} is a folder: name a file in it.")
         if self.path.exists() and not os.access(self.path, os.W_OK):
-            raise InvalidRequest(self.option, f"{self.path} may not be written: name another file.")
+            raise InvalidRequest(self.option, f"{self.path} is not writable: name another file.")
         if self._replaced and not os.access(folder, os.W_OK):
-            raise InvalidRequest(self.option, f"the folder {folder} may not be written: name another file.")
+            raise InvalidRequest(self.option, f"the folder {folder} is not writable: name another file.")
 
     @classmethod
     def of_picture(cls, path: Path | None) -> Destination | None:

@@ -32,7 +32,7 @@ class ReplicaOptions:
     TITLE: ClassVar[str] = "Replicas"
 
     replicas: Annotated[
-        str, typer.Option(help="Number of engines: N, or MIN:MAX by load. Needs Ray Serve: forerun[ray].")
+        str, typer.Option(help="Number of engines: N, or MIN:MAX, scaled with the load. Needs Ray Serve: forerun[ray].")
     ] = ""
     ray: Annotated[
         str, typer.Option(help="Ray cluster to use: auto or HOST:PORT; default: a new one on this machine.")
@@ -43,7 +43,7 @@ class ReplicaOptions:
         """The settings of replicas; None for one engine in this process."""
         if not self.replicas:
             if self.ray:
-                raise InvalidRequest("ray", f"{self.ray} goes with --replicas: give the number of replicas.")
+                raise InvalidRequest("ray", f"{self.ray} needs --replicas: give the number of replicas.")
             return None
         settings = ReplicaSettings.of(self.replicas, self.ray)
         require_ray()
@@ -61,7 +61,7 @@ class ServeOptions:
     chunk_tokens: Annotated[
         str,
         typer.Option(
-            help="Prefill chunk size: prompt tokens per pass; auto: limited so that short prompts wait little.",
+            help="Prefill chunk size: prompt tokens per pass; auto: small enough that short prompts wait little.",
             parser=auto_or_whole(1),
         ),
     ] = AUTO
@@ -78,14 +78,14 @@ class ServeOptions:
 
 @with_options(EXAMPLES)
 @unfailing_stderr()
-def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -> None:
+def serve(model_options: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -> None:
     """Run an HTTP server for OpenAI and Anthropic clients.
 
     The same seed, body and fingerprint give the same answer, whatever the load. docs/serving.md describes requests,
     errors, metrics and limits. Needs the extra forerun[serve].
     """
     require_packages()
-    settings, engines = server.settings.named(where.model), replicas.settings
+    settings, engines = server.settings.named(model_options.model), replicas.settings
     with importing():
         from rich.console import Console
 
@@ -93,7 +93,7 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
         from forerun.serve.access import ApiKeys
         from forerun.serve.records import LOG_FORMATS, log_to_stderr, require_otel
         from forerun.serve.server import bound_socket
-        from forerun.serve.server import serve as serve_until_told
+        from forerun.serve.server import serve as serve_until_stopped
         from forerun.serve.service import Service
     log_format = next((form for form in LOG_FORMATS if form == server.log_format), None)
     if log_format is None:
@@ -109,14 +109,14 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
     scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
     with sock, ExitStack() as stack:
         if engines is None:
-            llm = stack.enter_context(build_llm(where, Console(stderr=True), server.max_num_seqs, server.chunk))
+            llm = stack.enter_context(build_llm(model_options, Console(stderr=True), server.max_num_seqs, server.chunk))
             service = Service(llm, settings)
         else:
             from forerun.replicas.front import ReplicaService
             from forerun.replicas.on_ray import ray_replicas
 
             show_note(f"starting {engines} replicas with Ray")
-            arguments = llm_arguments(where, server.max_num_seqs, server.chunk)
+            arguments = llm_arguments(model_options, server.max_num_seqs, server.chunk)
             model, running = stack.enter_context(ray_replicas(arguments, engines, settings.drain_s, f"{host}-{port}"))
             service = ReplicaService(model, settings, running)
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -125,6 +125,6 @@ def serve(where: ModelOptions, server: ServeOptions, replicas: ReplicaOptions) -
             show_note(f"{settings.served_model_name} at {address}/v1, fingerprint {service.llm.fingerprint}")
             show_note(f"page: {address}/")
 
-        status = serve_until_told(service, sock, started)
+        status = serve_until_stopped(service, sock, started)
     if status:
         raise typer.Exit(status)

@@ -17,7 +17,7 @@ Width = Annotated[
     int, typer.Option(min=1, help="Alternatives per position; above 1 the draft is a tree.", rich_help_panel=MODEL)
 ]
 Drawing = Annotated[
-    Path | None, typer.Option("--svg", help="Also write the picture to this .svg file.", rich_help_panel=OUTPUT)
+    Path | None, typer.Option("--svg", help="Write the picture to this .svg file as well.", rich_help_panel=OUTPUT)
 ]
 EXAMPLES = """
 forerun trace --model stdlib --draft model:stdlib-draft "def __init__(self, "
@@ -37,14 +37,14 @@ class TraceModelOptions(ModelOptions):
     """Model options, with a fixed depth by default, so that every round is drafted."""
 
     depth: Annotated[
-        str, typer.Option(help="Tokens drafted per round; auto: forerun chooses.", parser=auto_or_whole(0))
+        str, typer.Option(help="Tokens drafted per round; auto: chosen in each round.", parser=auto_or_whole(0))
     ] = str(DEFAULT_DEPTH)
 
 
 @with_options(EXAMPLES)
 def trace(
-    where: TraceModelOptions,
-    how: TraceOptions,
+    model_options: TraceModelOptions,
+    answer_options: TraceOptions,
     output: OutputOptions,
     prompt: PromptArgument = None,
     width: Width = 1,
@@ -52,7 +52,7 @@ def trace(
 ) -> None:
     """Show an answer round by round: the draft tokens, which were accepted, and why.
 
-    Status 1: the tokens differ from those of plain decoding, which must not happen.
+    Exit status 1: the tokens differ from those of plain decoding, which must not happen.
     """
     text, result = read_prompt(prompt), Result.of(output)
     picture_file = None if drawing is None else Destination("svg", drawing)
@@ -61,10 +61,10 @@ def trace(
         from forerun.commands.answering import LoadedModel
         from forerun.trace.record import trace as record
         from forerun.trace.show import picture, svg
-    model, speculation = LoadedModel.of(where, how), where.speculation(width)
+    model, speculation = LoadedModel.of(model_options, answer_options), model_options.speculation(width)
     traced = record(model.llm, text, model.params, speculation)
     values = asdict(model.setting) | {"width": speculation.width} | traced.as_object()
-    result.write(values, picture(traced, STYLES), no_color=how.raw or None)
+    result.write(values, picture(traced, STYLES), no_color=answer_options.raw or None)
     if picture_file is not None:
         picture_file.write(svg(traced, STYLES))
     if traced.same_as_plain is False:

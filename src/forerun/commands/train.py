@@ -76,11 +76,11 @@ class TargetOptions:
     model: ModelOption
     data: Annotated[
         list[Path],
-        typer.Option(help="A .jsonl with prompt, messages or text, a .txt with a prompt a line, or a text file."),
+        typer.Option(help="File: .jsonl with prompt, messages or text, .txt with a prompt per line, or any text."),
     ]
     out: Annotated[Path, typer.Option(help="Folder for the drafter and the training state.")] = Path("trained")
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the folder, and start over.")] = False
-    cache: Annotated[Path | None, typer.Option(help="Folder for the target's states, for later runs.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the folder and start over.")] = False
+    cache: Annotated[Path | None, typer.Option(help="Folder to cache the target's states for later runs.")] = None
     chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to every prompt.")] = False
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
@@ -100,9 +100,9 @@ def train(
 ) -> None:
     """Train a drafter for a target: a draft model of any size, an early-exit adapter, heads, or a block drafter.
 
-    The target answers your prompts, and the drafter is trained on its distribution. During training, held-out answers
-    show the acceptance by depth and the predicted speed-up. The folder gets the drafter, train.jsonl and train.svg.
-    After an interruption the same command resumes, and gives the same weights.
+    The target answers your prompts, and the drafter is trained on its distribution. During training, the acceptance by
+    depth and the predicted speed-up are measured on held-out answers. The drafter, train.jsonl and train.svg are
+    written to the folder. After an interruption, the same command resumes, and yields the same weights.
     """
     result = Result.of(output)
     with importing():
@@ -116,8 +116,8 @@ def train(
         from forerun.train.train import train as run
     check_choice("kind", kind, sorted(KIND_NAMES))
     defaults = GenerationDefaults.read(find_checkpoint(options.model)).given
-    unsaid = [name for name in SERVED if name in defaults and getattr(learning, name) is None]
-    settings = replace(learning, **{name: defaults[name] for name in unsaid})
+    missing = [name for name in SERVED if name in defaults and getattr(learning, name) is None]
+    settings = replace(learning, **{name: defaults[name] for name in missing})
     if not options.data:
         raise InvalidRequest("data", "it is missing: give a file with --data.")
     spec, threads = options.loading.spec(options.model), options.loading.threads

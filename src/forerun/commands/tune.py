@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from forerun.tune.report import TunedChoice, TuneReport
 
 OUT = Path("tuned")
-OF_SERVERS = ("prompts", "temperature", "max_tokens", "num_prompts", "repeats", "seed", "chat", "time_limit")
+SERVER_OPTIONS = ("prompts", "temperature", "max_tokens", "num_prompts", "repeats", "seed", "chat", "time_limit")
 JSON, SETTINGS, PAGE = "tune.json", "forerun.toml", "tune.html"
 
 EXAMPLES = """
@@ -45,7 +45,7 @@ class TuneOptions(MeasurementOptions):
     template_options: Annotated[
         str, typer.Option(help='Variables of the chat template, as in {"enable_thinking": false}.')
     ] = "{}"
-    time_limit: Annotated[float | None, typer.Option(min=1e-3, help="Seconds until no new measurement starts.")] = None
+    time_limit: Annotated[float | None, typer.Option(min=1e-3, help="Seconds until no measurement starts.")] = None
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = OUT
 
 
@@ -59,9 +59,9 @@ class ServerTuneOptions(RemoteOptions):
     against_model: Annotated[str, typer.Option(help="Model name on that server, if it differs.")] = ""
     clients: Annotated[str, typer.Option(help="With --server: concurrent requests, as in 1,8,32.")] = "1,4,16"
     depths: Annotated[
-        str, typer.Option(help="With --server: depths to measure, if requests can choose the depth, as with forerun.")
+        str, typer.Option(help="With --server: depths to measure, if requests can set it, as with forerun.")
     ] = "1,4"
-    body: Annotated[str, typer.Option(help="With --server: more fields of every request, as a JSON object.")] = "{}"
+    body: Annotated[str, typer.Option(help="With --server: additional request fields, as a JSON object.")] = "{}"
 
 
 @with_options(EXAMPLES)
@@ -76,22 +76,22 @@ def tune(
         list[str] | None, typer.Argument(metavar="DRAFT", help="More drafters to try, as in --drafts A B C.")
     ] = None,
 ) -> None:
-    """Find out whether speculation pays on your model, machine and prompts, with which drafter and depth.
+    """Find out whether speculation saves time on your model, machine and prompts, with which drafter and depth.
 
     Each drafter's speed-up is predicted from its acceptance on the prompts and from measured costs, then measured on
     the same prompts, alternating with plain decoding. The first batch size and temperature decide the choice. The
-    folder gets tune.json, tune.html, and forerun.toml, which every command reads with --config. After an interruption
-    the same command resumes. Status 1: a drafter changed the tokens.
+    files tune.json, tune.html and forerun.toml are written to the folder; every command reads forerun.toml with
+    --config. After an interruption, the same command resumes. Exit status 1: a drafter changed the tokens.
 
     With --server it measures any OpenAI-compatible server at several loads, against the same model without speculation:
-    whether speculation helps, from which load on it hurts, and which depth would be best.
+    whether speculation saves time, from which load on it costs time, and which depth would be best.
     """
     result, names = Result.of(output), [*(drafts or ()), *(more or ())]
     if remote.server is not None:
         tune_server(options, remote, names, result)
         return
     if remote.against is not None:
-        raise InvalidRequest("against", f"{remote.against!r} goes with --server: name the server that speculates.")
+        raise InvalidRequest("against", f"{remote.against!r} needs --server: name the server with speculation.")
     selection = options.cells()
     template_values = json_object("template_options", options.template_options, '{"enable_thinking": false}')
     with importing():
@@ -127,7 +127,7 @@ def tune(
 
 
 def settings_of(report: TuneReport, pick: TunedChoice) -> str:
-    """The settings file: the model, and the fastest choice at the first batch size and temperature."""
+    """The text of the settings file: the model, and the fastest choice at the first batch size and temperature."""
     values = {"model": report.about["model"]["given_as"], **report.model_options}
     finding = "plain decoding was fastest"
     if pick.draft is not None:
@@ -140,8 +140,8 @@ def settings_of(report: TuneReport, pick: TunedChoice) -> str:
 def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str], result: Result) -> None:
     """Measure a server instead of drafters. Raises InvalidRequest for options that apply only to a loaded model."""
     assert remote.server is not None, "only called with --server"
-    cure = "leave it out; loads are --clients, files are -o"
-    remote.refuse(["drafts"] if names else changed(options), OF_SERVERS, cure)
+    cure = "leave it out; use --clients for the loads, and -o for the file"
+    remote.refuse(["drafts"] if names else changed(options), SERVER_OPTIONS, cure)
     with importing():
         from forerun.bench.material import mixed_passages
         from forerun.progress import LoadingBar
@@ -152,7 +152,7 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
     require_client("forerun tune --server", "prometheus_client")
     temperatures = numbers("temperature", options.temperature, float)
     if len(temperatures) > 1:
-        raise InvalidRequest("temperature", f"{options.temperature} are several: a server is measured at one.")
+        raise InvalidRequest("temperature", f"{options.temperature} must be one number to measure a server.")
     plan = ServerPlan(
         numbers("clients", remote.clients, int),
         options.num_prompts,

@@ -28,10 +28,10 @@ class ShapeOptions:
     model: ModelOption
     out: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")]
     parameters: Annotated[
-        str | None, typer.Option(help="Approximate size, as in 0.5B or 21M; instead of the others.")
+        str | None, typer.Option(help="Approximate number of parameters, as in 0.5B; instead of the sizes below.")
     ] = None
     hidden: Annotated[
-        int | None, typer.Option(help="Hidden size; exactly the same function at 4, 16, ... times the width.")
+        int | None, typer.Option(help="Hidden size; the function is exactly the same at 4, 16, ... times the width.")
     ] = None
     layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None
     mlp: Annotated[int | None, typer.Option(help="MLP width; default: scaled with the hidden size.")] = None
@@ -44,9 +44,9 @@ class ShapeOptions:
     ] = True
     draft: Annotated[
         list[str] | None,
-        typer.Option("--draft", "-d", help="A drafter that reads the model's states; widened as well."),
+        typer.Option("--draft", "-d", help="A drafter that reads the model's hidden states; it is widened as well."),
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of the added weights, which have no effect.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of the added weights, which do not affect the output.")] = 0
 
     def sizes(self) -> dict[str, int | None]:
         """The new sizes by name; None if unchanged."""
@@ -58,8 +58,8 @@ class ShapeOptions:
 def widen(shape: ShapeOptions, output: OutputOptions) -> None:
     """Write a larger checkpoint that computes the same function.
 
-    With it, speculation can be measured at the cost of a real model without having one. Trained drafters that read the
-    model's hidden states are widened as well, and draft the same tokens.
+    On the result, speculation can be measured at the cost of a real model without having one. Trained drafters that
+    read the model's hidden states are widened as well, and draft the same tokens.
     """
     result = Result.of(output)
     with importing():

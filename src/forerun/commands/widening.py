@@ -21,13 +21,11 @@ def wider_of(config: ModelConfig, parameters: str | None, sizes: Mapping[str, in
     """The new shape, from a number of parameters or from sizes. Raises InvalidRequest for both, or for neither."""
     chosen = {name: size for name, size in sizes.items() if size is not None}
     if parameters is not None and chosen:
-        raise InvalidRequest("parameters", "it chooses the whole shape: give it or the sizes, not both.")
+        raise InvalidRequest("parameters", "it determines all sizes: give either it or the sizes.")
     if parameters is not None:
         return replace(Wider.of(config, read_amount(parameters)), spread=spread)
     if not chosen:
-        raise InvalidRequest(
-            "parameters", "there is nothing to grow to: give --parameters 0.5B, or --hidden and so on."
-        )
+        raise InvalidRequest("parameters", "no new size is given: give --parameters 0.5B, or sizes such as --hidden.")
     return Wider(**{"hidden": config.hidden, "layers": config.layers, **chosen}, spread=spread)
 
 
@@ -86,8 +84,8 @@ def shape_object(config: ModelConfig) -> dict[str, int]:
 
 def describe(config: ModelConfig) -> str:
     """A model's size and shape in one line."""
-    heads = f"{config.heads} heads ({config.kv_heads} of keys)"
+    heads = f"{config.heads} heads ({config.kv_heads} KV heads)"
     e = config.experts
-    experts = "" if e is None else f" ({e.count} experts of {e.intermediate}, {e.active} for a token)"
-    shape = f"{config.hidden} wide, {config.layers} layers, {heads}, {config.intermediate} neurons{experts}"
+    experts = "" if e is None else f" ({e.count} experts of {e.intermediate}, {e.active} per token)"
+    shape = f"hidden size {config.hidden}, {config.layers} layers, {heads}, MLP width {config.intermediate}{experts}"
     return f"{amount(count_parameters(config))} parameters: {shape}, vocabulary {config.vocab_size}"

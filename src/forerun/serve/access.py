@@ -1,6 +1,6 @@
-"""Access: API keys, and protection against requests that foreign web pages send.
+"""Access control: API keys, and protection against requests that foreign web pages send.
 
-A key file has one key per line, optionally with a tenant name before it; # begins a comment. A key is compared with
+A key file has one key per line, optionally with a tenant name before it; # starts a comment. A key is compared with
 all keys of the file, each in constant time, so that timing reveals nothing about them.
 
 A page of another site can make a browser send requests to a server on the user's machine, under a host name that
@@ -29,7 +29,7 @@ AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s\x00-\x1f\x7f-\x9f:/@?#,\\
 DEFAULT_PORTS = {"http": "80", "https": "443"}
 log = logging.getLogger(__name__)
 SCHEME = "bearer"
-WANTED = "write one key a line, with a name in front if wanted"
+KEY_FORMAT = "write one key per line, optionally with a tenant name before it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,23 @@ class ApiKeys:
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
-            raise InvalidRequest("api_keys", f"{path} cannot be read ({type(error).__name__}): {WANTED}.") from error
+            problem = f"{path} cannot be read ({type(error).__name__})"
+            raise InvalidRequest("api_keys", f"{problem}: {KEY_FORMAT}.") from error
         tenants: dict[bytes, str] = {}
         for number, line in enumerate(lines, start=1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
             if len(words) > 2:
-                raise InvalidRequest("api_keys", f"{path}, line {number}, has {len(words)} words: {WANTED}.")
+                raise InvalidRequest("api_keys", f"{path}, line {number}, has {len(words)} words: {KEY_FORMAT}.")
             if not (words[-1].isascii() and words[-1].isprintable()):
-                raise InvalidRequest("api_keys", f"{path}, line {number}: a key must be printable ASCII: {WANTED}.")
+                raise InvalidRequest("api_keys", f"{path}, line {number}: a key must be printable ASCII: {KEY_FORMAT}.")
             key = digest(words[-1])
             if key in tenants:
                 raise InvalidRequest("api_keys", f"{path}, line {number}, repeats a key.")
             tenants[key] = words[0] if len(words) == 2 else f"key-{key.hex()[:12]}"
         if not tenants:
-            raise InvalidRequest("api_keys", f"{path} holds no key: {WANTED}.")
+            raise InvalidRequest("api_keys", f"{path} holds no key: {KEY_FORMAT}.")
         return cls(tenants)
 
     def tenant(self, authorization: str | None) -> str:
@@ -72,18 +73,18 @@ class ApiKeys:
             if hmac.compare_digest(known, key_digest):
                 tenant = name
         if scheme.lower() != SCHEME or tenant is None:
-            problem = "there is no API key" if not authorization else "the API key is not a known one"
+            problem = "there is no API key" if not authorization else "the API key is unknown"
             raise ApiError(
                 401, f"{problem}: send Authorization: Bearer KEY, or x-api-key: KEY.", code="invalid_api_key"
             )
         return tenant
 
 
-def warn_of_readers(path: Path) -> None:
-    """Warn if other users of this machine may read a key file."""
+def warn_if_readable(path: Path) -> None:
+    """Log a warning if other users of this machine may read a key file."""
     with suppress(OSError):
         if os.name == "posix" and path.stat().st_mode & 0o044:
-            log.warning("Others on this machine can read the keys in %s: chmod 600 keeps them from it.", path)
+            log.warning("Other users of this machine can read the API keys in %s: run chmod 600 on it.", path)
 
 
 def digest(key: str) -> bytes:
@@ -133,16 +134,16 @@ class Hosts:
         """Raise ApiError 403 unless these Host and Origin headers are allowed."""
         if ANY in self.allowed:
             return
-        asked = None
+        server = None
         for host in hosts:
-            asked = Authority.of(host)
-            if not self.answers_to(asked):
+            server = Authority.of(host)
+            if not self.answers_to(server):
                 raise refusal("host", host)
         for origin in origins:
-            its_scheme, _, rest = origin.partition("://")
+            page_scheme, _, rest = origin.partition("://")
             page = Authority.of(rest)
             if page is None or not (
-                page.name in self.names or (asked and page.origin(its_scheme.lower()) == asked.origin(scheme))
+                page.name in self.names or (server and page.origin(page_scheme.lower()) == server.origin(scheme))
             ):
                 raise refusal("origin", origin)
 
@@ -164,5 +165,5 @@ def is_loopback(name: str) -> bool:
 
 def refusal(what: str, value: str) -> ApiError:
     """The ApiError 403 for a Host or Origin that is not allowed."""
-    message = f"requests with the {what} {shown(value)} are not answered here: --allowed-hosts names hosts that are."
+    message = f"requests with the {what} {shown(value)} are refused: add the host to --allowed-hosts to allow them."
     return ApiError(403, message, code=f"{what}_not_allowed")

@@ -1,4 +1,4 @@
-"""Answers: results of the library as OpenAI's completion and chat completion objects, whole and as stream chunks.
+"""Answers: results of the library as OpenAI's completion and chat completion objects, complete or as stream chunks.
 
 `responses.py` writes OpenAI's responses and `message_answers.py` Anthropic's messages. Fields beyond those interfaces:
 `seed` (the same body, seed and `system_fingerprint` give the same answer), `usage.speculation` (counts of drafted and
@@ -48,7 +48,7 @@ SPECULATION_COUNTS = (
 
 @dataclass(slots=True)
 class Writer(ABC):
-    """Writes the answer to one request body, whole or as server-sent events.
+    """Writes the answer to one request body, complete or as server-sent events.
 
     If `named`, every event carries its type as the SSE event name; otherwise the stream ends with [DONE].
     """
@@ -60,7 +60,7 @@ class Writer(ABC):
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     named: bool = True
-    splitters: dict[int, AnswerSplitter] = field(default_factory=dict)  # by choice
+    splitters: dict[int, AnswerSplitter] = field(default_factory=dict)  # by index of the choice
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Writer(ABC):
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling parameters, which all samples share but for the seed."""
+        """The sampling parameters of all samples, which differ in the seed only."""
         return self.answers.sequences[0].params
 
     @property
@@ -113,7 +113,7 @@ class Writer(ABC):
 
     @property
     def num_reasoning(self) -> int:
-        """Output tokens that are reasoning, tags included."""
+        """Output tokens that are reasoning, including its tags."""
         total = 0
         for sequence in self.answers.sequences if self.parsed.form.reasons else ():
             counter = TokenCounter(self.parsed.form, self.texts)
@@ -133,14 +133,14 @@ class AnswerWriter(Writer):
 
     named: bool = False
     offsets: dict[int, OffsetCounter] = field(default_factory=dict)  # by choice
-    begun: set[int] = field(default_factory=set)
+    started: set[int] = field(default_factory=set)  # choices that have a chunk
     num_rounds: Counter[int] = field(default_factory=Counter)  # in the chunks so far, by choice
-    echoes: dict[int, PromptEcho] = field(default_factory=dict)  # by prompt
-    places: dict[int, int] = field(init=False)  # the index of the choice, by sequence
+    echoes: dict[int, PromptEcho] = field(default_factory=dict)  # by index of the prompt
+    choices: dict[int, int] = field(init=False)  # the index of the choice, by sequence id
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self.places = {sequence.id: index for index, sequence in enumerate(self.answers.sequences)}
+        self.choices = {sequence.id: index for index, sequence in enumerate(self.answers.sequences)}
 
     @property
     def chat(self) -> bool:
@@ -168,16 +168,16 @@ class AnswerWriter(Writer):
             for sample in result.outputs
         ]
         answer = self.head() | {"choices": choices, "usage": self.usage()}
-        return answer | self.of_prompt(outputs[0]) if self.chat else answer
+        return answer | self.prompt_fields(outputs[0]) if self.chat else answer
 
     def choice(self, index: int, result: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        """One finished choice, joined from the pieces that a stream would show."""
+        """One finished choice, joined from the pieces that a stream would send."""
         deltas = self.answers.answers[self.answers.sequences[index].id].deltas
-        shown = [self.shown(index, delta) for delta in deltas]
+        shown = [self.new_fields(index, delta) for delta in deltas]
         joined = {
             name: "".join(each.get(name, "") for each in shown) for name in ("text", "content", "reasoning_content")
         }
-        choice = {"index": index, **self.end(index, deltas[-1])}
+        choice = {"index": index, **self.finish_fields(index, deltas[-1])}
         if self.chat:
             calls = [call for each in shown for call in each.get("tool_calls", ())]
             message: dict[str, Any] = {"role": "assistant", "content": joined["content"], "refusal": None}
@@ -188,13 +188,13 @@ class AnswerWriter(Writer):
                 message["reasoning_content"] = joined["reasoning_content"] or None
             choice["message"] = message
         else:
-            choice |= {"text": joined["text"], **self.of_prompt(result)}
-        details = self.details(index, sample.logprobs, sample.token_ids)
+            choice |= {"text": joined["text"], **self.prompt_fields(result)}
+        details = self.token_fields(index, sample.logprobs, sample.token_ids)
         if self.parsed.echo and details["logprobs"] is not None:
             details["logprobs"] = self.with_prompt(index, result.prompt_logprobs, details["logprobs"])
         return choice | details
 
-    def end(self, index: int, delta: Delta) -> dict[str, Any]:
+    def finish_fields(self, index: int, delta: Delta) -> dict[str, Any]:
         """The finish and stop reason after a delta; null while the choice is unfinished."""
         reason, stop = delta.finish_reason, delta.stop_reason
         if self.parsed.only_prompt and reason is not None:
@@ -203,7 +203,7 @@ class AnswerWriter(Writer):
         return {"finish_reason": CALLS if called else reason} | ({} if reason is None else {"stop_reason": stop})
 
     def echo_of(self, index: int) -> PromptEcho:
-        """The prompt of a choice as `echo` repeats it."""
+        """The prompt of a choice, in the form in which `echo` repeats it."""
         number = index // self.parsed.n
         if number not in self.echoes:
             request, samples = self.answers.requests[number]
@@ -214,16 +214,16 @@ class AnswerWriter(Writer):
     def with_prompt(self, index: int, prompt: Seq[TokenLogprobs], lists: Mapping[str, Any]) -> dict[str, Any]:
         """A completion's log-probabilities with those of its prompt in front; the first prompt token has null."""
         echo, (_, samples) = self.echo_of(index), self.answers.requests[index // self.parsed.n]
-        behind_first = completion_lists(prompt, self.texts, OffsetCounter())
+        others = completion_lists(prompt, self.texts, OffsetCounter())  # the prompt tokens after the first
         first = self.texts.text_of(samples[0].tokens[0])
         return {
-            "tokens": [first, *behind_first["tokens"], *lists["tokens"]],
-            "token_logprobs": [None, *behind_first["token_logprobs"], *lists["token_logprobs"]],
-            "top_logprobs": [None, *behind_first["top_logprobs"], *lists["top_logprobs"]],
+            "tokens": [first, *others["tokens"], *lists["tokens"]],
+            "token_logprobs": [None, *others["token_logprobs"], *lists["token_logprobs"]],
+            "top_logprobs": [None, *others["top_logprobs"], *lists["top_logprobs"]],
             "text_offset": [*echo.offsets, *lists["text_offset"]],
         }
 
-    def details(self, index: int, logprobs: Seq[TokenLogprobs], tokens: Seq[int]) -> dict[str, Any]:
+    def token_fields(self, index: int, logprobs: Seq[TokenLogprobs], tokens: Seq[int]) -> dict[str, Any]:
         """Log-probabilities (null unless requested), and token ids if requested."""
         logprobs, tokens = ((), ()) if self.parsed.only_prompt else (logprobs, tokens)
         details: dict[str, Any] = {"logprobs": None}
@@ -238,7 +238,7 @@ class AnswerWriter(Writer):
             details["token_ids"] = list(tokens)
         return details
 
-    def of_prompt(self, result: RequestOutput) -> dict[str, Any]:
+    def prompt_fields(self, result: RequestOutput) -> dict[str, Any]:
         """The prompt's token ids and log-probabilities, if requested."""
         fields: dict[str, Any] = {}
         if self.parsed.return_token_ids:
@@ -249,29 +249,29 @@ class AnswerWriter(Writer):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The stream chunks for one delta; empty if it has nothing to show yet."""
-        index = self.places[delta.seq_id]
+        index = self.choices[delta.seq_id]
         events = []
-        shown = self.shown(index, delta)
-        if self.chat and index not in self.begun:
-            self.begun.add(index)
+        shown = self.new_fields(index, delta)
+        if self.chat and index not in self.started:
+            self.started.add(index)
             first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             events.append(self.chunk([first | {"logprobs": None}]))
-        details = self.details(index, delta.logprobs, delta.token_ids)
+        details = self.token_fields(index, delta.logprobs, delta.token_ids)
         if delta.draft is not None:
             self.num_rounds[index] += 1
             details["draft"] = draft_object(delta, self.num_rounds[index], self.parsed.drafters, self.texts)
         detail = details["logprobs"] or details.get("token_ids") or details.get("draft")
         if not (any(shown.values()) or delta.finish_reason or detail):
             return events
-        choice = {"index": index, **self.end(index, delta), **({"delta": shown} if self.chat else shown)}
+        choice = {"index": index, **self.finish_fields(index, delta), **({"delta": shown} if self.chat else shown)}
         return [*events, self.chunk([choice | details])]
 
-    def shown(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The text and tool calls that a delta adds to a choice, by the name of their field."""
+    def new_fields(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The text and tool calls that a delta adds to a choice, by field name."""
         if not self.chat:
             text = "" if self.parsed.only_prompt else delta.text
-            if self.parsed.echo and index not in self.begun:
-                self.begun.add(index)
+            if self.parsed.echo and index not in self.started:
+                self.started.add(index)
                 text = self.echo_of(index).text + text
             return {"text": text}
         parts = self.parts_of(delta, index)
@@ -323,13 +323,13 @@ def draft_object(delta: Delta, round_: int, drafters: Seq[str], texts: TokenText
     """The draft of one round: the tokens it emitted and their text, each with its origin, and all drafted tokens.
 
     `first` is the index of the first emitted token in the answer; a segment's `token` is the index of the token after
-    it. The `parent` of a guess is the index of the guess before it on its path, or -1 for the text so far.
+    it. The `parent` of a draft token is its predecessor's index in `guesses`, or -1 at the root.
     """
     draft, drafter = delta.draft, -1 if delta.outcome is None else delta.outcome.drafter
-    assert draft is not None, "the request parsed for draft details"
+    assert draft is not None, "deltas have drafts if the request has draft_details"
     if draft.tokens and len(drafters) == 1:
         drafter = 0
-    guesses = zip(draft.tokens, draft.parents, draft.accepted, strict=True)
+    nodes = zip(draft.tokens, draft.parents, draft.accepted, strict=True)
     return {
         "round": round_,
         "drafter": drafters[drafter] if 0 <= drafter < len(drafters) else None,
@@ -344,6 +344,6 @@ def draft_object(delta: Delta, round_: int, drafters: Seq[str], texts: TokenText
         ],
         "guesses": [
             {"id": token, "text": texts.text_of(token), "parent": parent, "accepted": accepted}
-            for token, parent, accepted in guesses
+            for token, parent, accepted in nodes
         ],
     }

@@ -33,11 +33,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 CLIENT_GONE = 499  # nginx's status for a closed connection; only logs see it
 DONE = b"data: [DONE]\n\n"
 MESSAGES = "/v1/messages"
-ELSEWHERE = {  # routes of other servers, and the hint that a 404 gives
-    "/v1/embeddings": "this server generates text and has no embeddings; use a server of an embedding model",
-    "/v1/rerank": "this server generates text and does not rank; use a server of a ranking model",
-    "/v1/files": "no files are kept here; send prompts in requests",
-    "/v1/batches": "no batches are kept here; send many requests at once, which are answered together",
+ROUTE_HINTS = {  # routes of other servers, and the message of the 404 for them
+    "/v1/embeddings": "this server generates text and has no embeddings; use a server with an embedding model",
+    "/v1/rerank": "this server generates text and does not rank; use a server with a ranking model",
+    "/v1/files": "this server does not store files; send prompts in requests",
+    "/v1/batches": "this server does not store batches; send many requests at once, which are batched",
     "/v1/complete": "Anthropic's older interface is not served; use /v1/messages",
 }
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self.write(send))
         except (ClientGone, OSError):
-            log.debug("A client left its stream.")
+            log.debug("A client disconnected during its stream.")
         finally:
             try:
                 await self.rest.aclose()
@@ -86,17 +86,17 @@ class HttpRoutes:
         self.service = service
 
     async def answer(self, endpoint: Endpoint, request: Request) -> Response:
-        """Answer a generation request, with a whole body or a stream whose first event exists."""
-        entry, raw = await self.entered(request)
-        stays = False
+        """Answer a generation request, with a complete body or a stream whose first event exists."""
+        entry, raw = await self.open_request(request)
+        is_stream = False
         try:
             reply = self.reply(entry, endpoint, raw)
             del raw  # bodies may be long, and many may wait
             response = await unless_gone(request.receive, reply)
-            stays = isinstance(response, EventStream)
+            is_stream = isinstance(response, EventStream)
             return response
         finally:
-            if not stays:
+            if not is_stream:
                 self.service.gate.leave(entry)
 
     async def reply(self, entry: OpenRequest, endpoint: Endpoint, raw: bytes) -> Response:
@@ -115,20 +115,20 @@ class HttpRoutes:
 
     async def events(self, writer: Writer, deltas: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
         """The encoded events of a stream. An error after the first event is sent as the last event."""
-        begun = False
+        started = False
         async with aclosing(deltas):
             try:
                 async for delta in deltas:
                     for chunk in writer.chunks(delta):
-                        yield event(chunk, writer.named)
-                        begun = True
+                        yield encode_event(chunk, writer.named)
+                        started = True
             except Exception as error:
-                if not begun:
+                if not started:
                     raise
-                yield event(writer.failed(self.logged_problem(error)), writer.named)
+                yield encode_event(writer.failed(self.logged_problem(error)), writer.named)
                 return
         for chunk in writer.last_chunks():
-            yield event(chunk, writer.named)
+            yield encode_event(chunk, writer.named)
         if not writer.named:
             yield DONE
 
@@ -154,9 +154,9 @@ class HttpRoutes:
         self.tenant(request)
         return json_response(tokenizer_info(self.service))
 
-    async def text_work(self, work: Callable[[Service, dict[str, Any]], dict[str, Any]], request: Request) -> Response:
+    async def tokenizer(self, work: Callable[[Service, dict[str, Any]], dict[str, Any]], request: Request) -> Response:
         """Answer a tokenizer request in another thread; it counts as an open request of its tenant."""
-        entry, raw = await self.entered(request)
+        entry, raw = await self.open_request(request)
         try:
             return json_response(await self.service.process(raw, partial(work, self.service)))
         finally:
@@ -182,8 +182,8 @@ class HttpRoutes:
         key = request.headers.get("x-api-key")  # sent by Anthropic's clients
         return self.service.keys.tenant(request.headers.get("authorization", key and f"Bearer {key}"))
 
-    async def entered(self, request: Request) -> tuple[OpenRequest, bytes]:
-        """Check and read a POST request and open it at the gate; returns it and its body. Raises ApiError.
+    async def open_request(self, request: Request) -> tuple[OpenRequest, bytes]:
+        """Check a POST request, read its body and admit it at the gate; returns it and its body. Raises ApiError.
 
         The content type must be JSON: a browser page of another origin cannot send it without a CORS preflight, which
         this server refuses.
@@ -206,16 +206,16 @@ class HttpRoutes:
     def logged_problem(self, error: BaseException) -> ApiError:
         """The ApiError for any exception; unexpected ones are logged."""
         problem = problem_of(error)
-        ends = isinstance(error, EngineClosed) and self.service.front.closing
-        if problem.status >= 500 and not isinstance(error, ApiError) and not ends:
+        is_shutdown = isinstance(error, EngineClosed) and self.service.front.closing
+        if problem.status >= 500 and not isinstance(error, ApiError) and not is_shutdown:
             # The message of an unexpected error may contain a prompt; its traceback does not.
             is_shown = isinstance(error, ForerunError) or self.service.settings.log_prompts
-            what = str(error) if is_shown else type(error).__name__
+            text = str(error) if is_shown else type(error).__name__
             trace = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-            log.error("A request was answered with %d (%s): %s\n%s", problem.status, problem.code, what, trace)
+            log.error("A request was answered with %d (%s): %s\n%s", problem.status, problem.code, text, trace)
         return problem
 
-    async def problem(self, request: Request, error: Exception) -> Response:
+    async def error_response(self, request: Request, error: Exception) -> Response:
         """The response to a request whose handler raised."""
         if isinstance(error, ClientGone | ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
@@ -233,14 +233,14 @@ class HttpRoutes:
                 try:
                     return await handler(request)
                 except Exception as error:
-                    return await self.problem(request, error)
+                    return await self.error_response(request, error)
 
         return handle
 
 
 def application(service: Service) -> FastAPI:
     """The FastAPI application of a service."""
-    # FastAPI's documentation pages would load scripts from other hosts.
+    # FastAPI's documentation pages are off because they load scripts from other hosts.
     app = FastAPI(title="forerun", version=__version__, docs_url=None, redoc_url=None)
     routes = HttpRoutes(service)
     table: list[tuple[str, str, Handler, Endpoint | None]] = [
@@ -248,9 +248,9 @@ def application(service: Service) -> FastAPI:
         ("POST", "/v1/chat/completions", partial(routes.answer, "chat"), "chat"),
         ("POST", "/v1/responses", partial(routes.answer, "responses"), "responses"),
         ("POST", MESSAGES, partial(routes.answer, "messages"), "messages"),
-        ("POST", f"{MESSAGES}/count_tokens", partial(routes.text_work, counted), "messages"),
-        ("POST", "/tokenize", partial(routes.text_work, tokenized), "tokenize"),
-        ("POST", "/detokenize", partial(routes.text_work, detokenized), "detokenize"),
+        ("POST", f"{MESSAGES}/count_tokens", partial(routes.tokenizer, counted), "messages"),
+        ("POST", "/tokenize", partial(routes.tokenizer, tokenized), "tokenize"),
+        ("POST", "/detokenize", partial(routes.tokenizer, detokenized), "detokenize"),
         ("GET", "/tokenizer_info", routes.tokenizer_info, None),
         ("GET", "/v1/models", routes.models, None),
         ("GET", "/v1/models/{name:path}", routes.model, None),
@@ -265,24 +265,24 @@ def application(service: Service) -> FastAPI:
         if method == "GET":  # HEAD gives the headers of GET
             app.add_api_route(path, answering, methods=["HEAD"], include_in_schema=False)
 
-    app.add_exception_handler(HTTPException, routes.problem)
+    app.add_exception_handler(HTTPException, routes.error_response)
     app.add_middleware(Envelope, hosts=service.settings.hosts, metrics=service.metrics)
     return app
 
 
 def route_problem(request: Request, error: HTTPException) -> ApiError:
     """The error for an unknown route or a method that a route does not have."""
-    where = f"{request.method} {request.url.path}"
-    if error.status_code == 404 and (hint := ELSEWHERE.get(request.url.path)) is not None:
-        return ApiError(404, f"{where}: {hint}.", code="no_route")
+    route = f"{request.method} {request.url.path}"
+    if error.status_code == 404 and (hint := ROUTE_HINTS.get(request.url.path)) is not None:
+        return ApiError(404, f"{route}: {hint}.", code="no_route")
     if error.status_code != 405:
-        return ApiError(error.status_code, f"{where}: {error.detail}; see /openapi.json.", code="no_route")
+        return ApiError(error.status_code, f"{route}: {error.detail}; see /openapi.json.", code="no_route")
     allow = (error.headers or {}).get("Allow", "")
     allow = "GET, HEAD" if allow == "GET" else allow
-    return ApiError(405, f"{where}: use {allow} here.", code="method_not_allowed", allow=allow)
+    return ApiError(405, f"{route}: use {allow} here.", code="method_not_allowed", allow=allow)
 
 
-def event(body: dict[str, Any], named: bool = False) -> bytes:
+def encode_event(body: dict[str, Any], named: bool = False) -> bytes:
     """Encode one server-sent event; if `named`, with its type as the event name."""
     name = b"event: " + body["type"].encode() + b"\n" if named else b""
     return name + b"data: " + encode_json(body) + b"\n\n"

@@ -1,7 +1,7 @@
 """Request bodies: parsing JSON, and checking field names and types against the table of `schema.py`.
 
 Unknown and unserved fields are refused at any depth. The work is linear in the length of a body, and error messages
-are short however long the body is.
+are short even for long bodies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.limits import shown
 from forerun.serve.problems import ApiError, refused, unserved
 from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, FieldTable
 
-MOST_TOLD = 5  # unknown names that are logged per body
+MOST_LOGGED = 5  # unknown names that are logged per body
 TYPES = {  # for error messages
     "boolean": "true or false",
     "integer": "a whole number",
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 def parse_json_body(raw: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object. Raises ApiError 400 for anything else."""
 
-    def no_number(name: str) -> None:
+    def refuse_constant(name: str) -> None:
         raise ValueError(f"{name} is not a number in JSON")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members: dict[str, Any] = {}
         for name, value in pairs:
             if name in members:
@@ -44,9 +44,9 @@ def parse_json_body(raw: bytes) -> dict[str, Any]:
         return members
 
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=no_number, object_pairs_hook=once)
+        body = json.loads(raw.decode("utf-8"), parse_constant=refuse_constant, object_pairs_hook=unique_members)
     except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if isinstance(error, UnicodeDecodeError):
             why = f"byte {error.start} is not UTF-8"
         raise ApiError(400, f"the body is not JSON in UTF-8 ({why}).", code="invalid_json") from error
@@ -66,11 +66,11 @@ class NameCheck:
     def add(self, path: str, name: str, known: Collection[str]) -> None:
         """Record an unknown name of the object at `path`; unless `lenient`, raise ApiError 400."""
         self.num_unknown += 1
-        if self.num_unknown > MOST_TOLD:
+        if self.num_unknown > MOST_LOGGED:
             return
-        near = nearest(name, known)
-        where = f"{path} has no field" if path else "there is no field"
-        problem = f"{where} {shown(name)} here" + (f": did you mean {near!r}?" if near else ".")
+        similar = nearest(name, known)
+        place = f"{path} has no field" if path else "there is no field"
+        problem = f"{place} {shown(name)} here" + (f": did you mean {similar!r}?" if similar else ".")
         if not self.lenient:
             raise ApiError(400, problem, code="unknown_parameter", param=joined(path, name))
         self.unknown.append(problem)
@@ -79,8 +79,8 @@ class NameCheck:
         """Log the names that were ignored."""
         if self.unknown:
             more = self.num_unknown - len(self.unknown)
-            fate = "It was ignored." if self.num_unknown == 1 else f"They were ignored, and {more} more names."
-            log.warning("%s %s", " ".join(self.unknown), fate)
+            note = "It was ignored." if self.num_unknown == 1 else f"These and {more} more names were ignored."
+            log.warning("%s %s", " ".join(self.unknown), note)
 
 
 def served_fields(body: Mapping[str, Any], endpoint: Endpoint, lenient: bool = False) -> dict[str, Any]:
@@ -115,8 +115,10 @@ def served_members(members: Mapping[str, Any], known: FieldTable, path: str, che
 def served_value(value: Any, known: FieldTable, path: str, check: NameCheck) -> Any:
     """An object, or each object of a list, with its served members only; other values unchanged."""
     if isinstance(value, list):
-        items = ((each, f"{path}[{place}]") for place, each in enumerate(value))
-        return [served_members(each, known, at, check) if isinstance(each, dict) else each for each, at in items]
+        return [
+            served_members(each, known, f"{path}[{i}]", check) if isinstance(each, dict) else each
+            for i, each in enumerate(value)
+        ]
     return served_members(value, known, path, check) if isinstance(value, dict) else value
 
 

@@ -1,8 +1,7 @@
 """Grammars of tool calls: constrain an answer to calls in the format of the model's chat template.
 
 Arguments match their JSON schema. Tagged formats write each argument separately, strings as raw text and everything
-else as JSON; of the schema of such a string only enum, const, length and pattern can be enforced, and other keywords
-are refused.
+else as JSON. For a raw string only the keywords enum, const, length and pattern can be enforced; others are refused.
 """
 
 from __future__ import annotations
@@ -14,12 +13,20 @@ from forerun.errors import InvalidGrammar
 from forerun.limits import shown
 from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar, quoted
 from forerun.serve.calls import KEY, CallForm
-from forerun.serve.parameters import DEFINITIONS, MOST_ALTERNATIVES, Room, Schema, object_of, parameters_of, required_of
+from forerun.serve.parameters import (
+    DEFINITIONS,
+    MOST_ALTERNATIVES,
+    CopyLimit,
+    Schema,
+    object_of,
+    parameters_of,
+    required_of,
+)
 
 MOST_CALLS = 16  # in one answer that must call a tool
-REMARKS = {"title", "description", "default", "examples", "deprecated", "$comment", *DEFINITIONS}
-OF_OBJECTS = REMARKS | {"type", "properties", "required", "additionalProperties", "$schema", "$id"}
-OF_TEXT = REMARKS | {"type", "enum", "const", "pattern", "minLength", "maxLength"}
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", *DEFINITIONS}
+OBJECT_KEYWORDS = ANNOTATIONS | {"type", "properties", "required", "additionalProperties", "$schema", "$id"}
+TEXT_KEYWORDS = ANNOTATIONS | {"type", "enum", "const", "pattern", "minLength", "maxLength"}
 SLASH = re.compile(r"(\\.)|/", re.DOTALL)  # or any escaped character
 ANY = "ANY: /(.|\\n)*/"
 Parts = dict[str, Grammar]
@@ -30,8 +37,8 @@ def call_grammar(
 ) -> Grammar:
     """The grammar of an answer that calls one of these functions or, with `several`, more than one.
 
-    If `free`, any text is allowed, but what begins like a call must be a valid call. A function without a schema takes
-    any arguments. `special` maps tags that are special tokens to their ids.
+    If `free`, any text is allowed, but text that begins like a call must be a valid call. A function without a schema
+    takes any arguments. `special` maps tags that are special tokens to their ids.
     """
     parts: Parts = {}
     rule = tagged_rule if form.kind == "tagged" else json_rule
@@ -62,7 +69,7 @@ def tagged_start(form: CallForm, special: Mapping[str, int], *, free: bool, seve
 
 
 def json_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts: Parts) -> str:
-    """The rule of a call whose arguments are a JSON object: behind the name, or both in one object."""
+    """The rule of a call whose arguments are a JSON object, after the name or in one object with it."""
     parts[f"arguments_{i}"] = of_object(schema)
     if form.kind == "named":
         return f"call_{i}: {quoted(name)} key @arguments_{i}"
@@ -71,7 +78,7 @@ def json_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts: P
 
 
 def of_object(schema: Schema | None) -> Grammar:
-    """The grammar of all arguments as one JSON object, whatever type the schema names."""
+    """The grammar of all arguments as one JSON object; the type in the schema is ignored."""
     return Grammar.json({**(schema or {}), "type": "object"})
 
 
@@ -81,15 +88,15 @@ def tagged_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts:
     schema = schema or {}
     ending = form.value[1].strip()
     rules = [f"until_{i}[lazy]: ANY {quoted(ending)}"]
-    whole = object_of(schema)
-    if unkept := whole.keys() - OF_OBJECTS:
-        raise unenforceable(form, f"{shown(min(unkept))} of the arguments of {shown(name)}")
-    room = Room()
-    parameters, required = parameters_of(schema, room), required_of(schema)
-    if room.num_members < 0:
-        raise unenforceable(form, f"all that the references in the arguments of {shown(name)} stand for")
+    resolved = object_of(schema)
+    if unsupported := resolved.keys() - OBJECT_KEYWORDS:
+        raise unenforceable(form, f"{shown(min(unsupported))} of the arguments of {shown(name)}")
+    limit = CopyLimit()
+    parameters, required = parameters_of(schema, limit), required_of(schema)
+    if limit.num_members < 0:
+        raise unenforceable(form, f"the schema of {shown(name)}, which is too large with its references resolved,")
     uses, size = [], 0
-    if not parameters and whole.get("additionalProperties") is not False:
+    if not parameters and resolved.get("additionalProperties") is not False:
         uses.append(f"any_{i}*")
         head = f"{quoted(form.parameter[0])} /[^<>\\n]+/ {quoted(form.parameter[1] + form.value[0])}"
         rules.append(f"any_{i}: {head} until_{i} {lark_text(form.value[1].partition(ending)[2])}")
@@ -124,8 +131,8 @@ def is_text(leaf: Schema) -> bool:
 def text_rule(form: CallForm, place: str, leaf: Schema, rules: list[str]) -> str:
     """The rule of a raw text value and the tag after it."""
     end, ending = form.value[1], form.value[1].strip()
-    if unkept := leaf.keys() - OF_TEXT:
-        raise unenforceable(form, f"{shown(min(unkept))} of a text")
+    if unsupported := leaf.keys() - TEXT_KEYWORDS:
+        raise unenforceable(form, f"{shown(min(unsupported))} of a text")
     choices = leaf.get("enum", [leaf["const"]] if "const" in leaf else None)
     if isinstance(choices, list):
         return " | ".join(quoted(f"{choice}{end}") for choice in choices if isinstance(choice, str))
@@ -141,7 +148,7 @@ def text_rule(form: CallForm, place: str, leaf: Schema, rules: list[str]) -> str
 
 
 def whole_match(pattern: str) -> str:
-    """A pattern that matches a whole text in which `pattern` (as in JSON Schema, unanchored) is found."""
+    """A pattern that matches an entire text which contains a match of `pattern`, as JSON Schema defines it."""
     before = "" if pattern.startswith("^") else "(?s:.*)"
     behind = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
     return f"{before}({pattern.removeprefix('^') if behind else pattern.removeprefix('^')[:-1]}){behind}"
@@ -149,7 +156,7 @@ def whole_match(pattern: str) -> str:
 
 def unenforceable(form: CallForm, what: str) -> InvalidGrammar:
     """The error for a schema that a tagged format cannot enforce."""
-    return InvalidGrammar(f"{what} cannot be kept in calls in the form of {form.name}: leave it out.")
+    return InvalidGrammar(f"{what} cannot be enforced in calls in the format of {form.name}: leave it out.")
 
 
 def lark_regex(text: str) -> str:

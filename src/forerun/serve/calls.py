@@ -21,10 +21,10 @@ from forerun.serve.parameters import types_of
 
 Functions = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by function name
 CallKind = Literal["object", "named", "tagged", "harmony"]
-KEYS = ("arguments", "parameters")  # of the arguments in JSON: models confuse the two
+KEYS = ("arguments", "parameters")  # of the arguments in JSON; both are accepted, since models confuse them
 KEY = re.compile(r"[^<>\n]*")
 WORD = re.compile(r"\w*")
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # a lone surrogate, which escapes in JSON can produce
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # \u escapes in JSON can produce it
 PYTHON_TAG, CALL_ID = "<|python_tag|>", "[CALL_ID]"
 CALL_MEMBERS = {"name", "id", "type"}  # members that a call without arguments may have
 INVALID = object()
@@ -57,7 +57,7 @@ class CallForm:
     "object": a JSON object with the name and, under `key`, the arguments; `listed` formats put several into a list.
     "named": the name, `key` and the arguments as JSON. "tagged": the name between the two texts of `function`, then
     the parameters, each name and value between two texts, and `last`. "harmony" is parsed in `harmony.py`. The blanks
-    at the ends of all these texts are those that models write; parsing accepts any.
+    at the ends of these texts are the ones that models write; the parser accepts any.
     """
 
     name: str
@@ -73,7 +73,7 @@ class CallForm:
 
     @property
     def tag(self) -> str:
-        """The opening without blanks."""
+        """The opening tag without surrounding blanks."""
         return self.opening.strip()
 
     @property
@@ -94,20 +94,20 @@ class CallForm:
         if calls and closing:
             yield from text.run(BLANKS)
             closed = yield from text.one_of((closing,))
-            return calls if closed or (text.over and self.kind == "object") else []
+            return calls if closed or (text.is_over and self.kind == "object") else []
         return calls
 
 
 @dataclass(frozen=True, slots=True)
 class ValueEnd:
-    """A cached search: values that start between `begin` and `place` end at `place`; the next `tag` ends at `behind`.
+    """A cached search: values that start between `begin` and `end` end at `end`; the `tag` after them at `tag_end`.
 
-    All are positions in the whole answer. An empty tag: there is no such end.
+    All are positions in the entire answer. The tag is empty if no end was found.
     """
 
     begin: int
-    place: int
-    behind: int
+    end: int
+    tag_end: int
     tag: str
 
 
@@ -158,7 +158,7 @@ def read_named(form: CallForm, text: GrowingText, functions: Functions) -> Scan[
 def read_tagged(form: CallForm, text: GrowingText, functions: Functions) -> Scan[list[ToolCall]]:
     """Parse the name and the tagged parameters.
 
-    Positions after which no call was found are remembered, so that the work stays linear in the length of the text.
+    Positions after which no call was found are cached, so that the work stays linear in the length of the text.
     """
     names = {f"{form.function[0]}{name}{form.function[1].strip()}": name for name in functions}
     name = names.get((yield from text.one_of(names)))
@@ -167,17 +167,17 @@ def read_tagged(form: CallForm, text: GrowingText, functions: Functions) -> Scan
     passed: list[int] = []
     call = yield from read_parameters(form, text, name, functions, passed)
     if call is None:
-        text.memory["hopeless", name].update(passed)
+        text.memory["failed", name].update(passed)
     return [call] if call else []
 
 
 def read_parameters(
     form: CallForm, text: GrowingText, name: str, functions: Functions, passed: list[int]
 ) -> Scan[ToolCall | None]:
-    """Parse a call of this function from its parameters on; the end positions of its values are added to `passed`."""
+    """Parse the parameters and the end of a call; the end positions of its values are appended to `passed`."""
     first, last, closing = form.parameter[0], form.last or form.closing.strip(), form.closing.strip()
-    types: dict[str, set[str]] = text.once(("types", name), lambda: types_of(functions[name]))
-    hopeless: set[int] = text.once(("hopeless", name), set)
+    types: dict[str, set[str]] = text.cached(("types", name), lambda: types_of(functions[name]))
+    failed: set[int] = text.cached(("failed", name), set)
     values: dict[str, slice] = {}
     yield from text.run(BLANKS)
     tag = yield from text.one_of((first, last))
@@ -186,10 +186,10 @@ def read_parameters(
         if not (yield from text.one_of((form.parameter[1].strip(),))):
             return None
         values[key], tag = yield from read_value(form, text, types.get(key, set()))
-        if text.place in hopeless:
+        if text.place in failed:
             return None
         passed.append(text.place)
-    text.at -= 0 if form.last else len(tag)  # it was the closing, which is read below
+    text.at -= 0 if form.last else len(tag)  # the tag was the closing, which is read below
     end = text.at
     yield from text.run(BLANKS)
     if not tag or not (yield from text.one_of((closing,))):
@@ -202,9 +202,9 @@ def read_parameters(
 
 
 def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple[slice, str]]:
-    """A value's slice of the text, and the tag after it, of the next parameter or of the end; "" if there is none.
+    """A value's slice of the text, and the tag after it: of the next parameter or of the call's end, "" if neither.
 
-    An end tag of a value that neither of these follows is part of the value, and so is one within a JSON string.
+    The end tag of a value that is followed by neither, or is inside a JSON string, is part of the value.
     """
     first, last, ending = form.parameter[0], form.last or form.closing.strip(), form.value[1].strip()
     if opening := form.value[0].strip():
@@ -215,11 +215,11 @@ def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple
     if types and "string" not in types:
         yield from text.run(BLANKS)
         text.at = text.at if (yield from text.json()) else start
-    end: ValueEnd | None = text.memory.get(ValueEnd)
-    if end is None or not end.begin <= text.place <= end.place:
-        end = text.memory[ValueEnd] = yield from next_end(text, ending, (first, last))
-    text.at = end.behind - text.num_forgotten
-    return slice(start, end.place - text.num_forgotten), end.tag
+    found: ValueEnd | None = text.memory.get(ValueEnd)
+    if found is None or not found.begin <= text.place <= found.end:
+        found = text.memory[ValueEnd] = yield from next_end(text, ending, (first, last))
+    text.at = found.tag_end - text.num_forgotten
+    return slice(start, found.end - text.num_forgotten), found.tag
 
 
 def next_end(text: GrowingText, ending: str, tags: tuple[str, str]) -> Scan[ValueEnd]:
@@ -256,10 +256,10 @@ def object_call(value: Any, functions: Functions) -> ToolCall | None:
     """The call in a JSON object; arguments may be missing if there are no members other than name, id and type."""
     if not isinstance(value, dict):
         return None
-    stated = [value[key] for key in KEYS if key in value]
-    if len(stated) > 1 or (not stated and value.keys() - CALL_MEMBERS):
+    arguments = [value[key] for key in KEYS if key in value]
+    if len(arguments) > 1 or (not arguments and value.keys() - CALL_MEMBERS):
         return None
-    return call_of(value.get("name"), stated[0] if stated else {}, functions)
+    return call_of(value.get("name"), arguments[0] if arguments else {}, functions)
 
 
 def call_of(name: object, arguments: Any, functions: Functions) -> ToolCall | None:
@@ -282,7 +282,7 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError("arguments are an object")
+        raise ValueError("arguments must be an object")
     return value
 
 

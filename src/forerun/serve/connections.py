@@ -1,8 +1,8 @@
-"""Connections: time limits and the maximum number of connections; it extends uvicorn's HTTP protocol.
+"""Connections: time limits for clients and a maximum number of connections, as an extension of uvicorn's protocol.
 
 Slow clients are disconnected, and their requests are cancelled. Slow bodies get an error answer from the application
-(`uploads.py`); this file handles what it cannot see: slow request heads, bodies of refused requests, and clients that
-do not read their answers.
+(`uploads.py`); this file handles what the application cannot see: slow request heads, bodies of refused requests, and
+clients that do not read their answers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from forerun.serve.envelope import CLOSE, HEAD_TOO_LARGE, encode_json, id_header
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import BODY_S
 
-HEAD_S = 10.0  # for a request head, since the connection or the answer before, and for a TLS handshake
-WRITE_S = 30.0  # a client must read at least LEAST_BYTES_S bytes a second, on average over so many seconds
+HEAD_S = 10.0  # for a request head, since the connection or the previous answer, and for a TLS handshake
+WRITE_S = 30.0  # a client must read at least LEAST_BYTES_S bytes per second, on average over this time
 LEAST_BYTES_S = 1024
-GRACE_S = 1.0  # beyond the limits of the application, which answers with an error first
+GRACE_S = 1.0  # after the application's limits, so that it can answer with an error first
 MOST_CONNECTIONS = 4096
 SPARE_FILES = 128  # open files that are not connections
 READ_BYTES = 1 << 13  # per read: a body in chunks of one byte takes 4 µs a byte and blocks the event loop
 BODY_BYTES = 1 << 16  # per read of a body without chunks: 0.1 ms, whatever its length
-UNSENT_BYTES = 1 << 14  # in the kernel's buffer: with more, progress on a slow line would come in large steps
+UNSENT_BYTES = 1 << 14  # in the kernel's buffer; with more, a slow line would seem to stand still between large steps
 
 
 class Phase(Enum):
@@ -79,13 +79,13 @@ class Connections:
 
     @property
     def num_busy(self) -> int:
-        """Connections whose answer is not sent completely."""
+        """Connections whose answer is not completely sent."""
         return sum(each.is_busy for each in self)
 
     def place(self, connection: Connection, phase: Phase) -> None:
         """Append a connection to those of its phase.
 
-        With more than `most`, the connection that has waited longest for its client's head or body is closed.
+        If there are more than `most`, the one that has waited longest for a head or a body is closed.
         """
         self.forget(connection)
         self.by_phase[phase][connection] = None
@@ -99,7 +99,7 @@ class Connections:
             connections.pop(connection, None)
 
     def sweep(self) -> None:
-        """Close connections over their time limits. To be called several times a second."""
+        """Close the connections that exceed a time limit. To be called several times per second."""
         now_s = time.monotonic()
         for each in self:
             if each.is_late(now_s):
@@ -120,7 +120,7 @@ class Connection(H11Protocol):
         self.wait: tuple[Phase, object] | None = None
         self.since_s = self.asked_s = self.sent_s = time.monotonic()
         self.num_sent = 0
-        self.rest_bytes = 0  # lower bound of what is left of a body without chunks
+        self.rest_bytes = 0  # lower bound of the bytes still to come of a body without chunks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the first phase."""
@@ -176,7 +176,7 @@ class Connection(H11Protocol):
         """Whether a time limit is exceeded."""
         phase = self.wait[0] if self.wait else Phase.HEAD
         if phase is Phase.HEAD and self.transport.get_write_buffer_size():
-            self.since_s = now_s  # the time for the next head starts when the answer before is sent
+            self.since_s = now_s  # the time for the next head starts when the previous answer is sent
         limit_s = {Phase.HEAD: HEAD_S, Phase.BODY: BODY_S + GRACE_S}.get(phase)
         if limit_s is not None and not self.transport.is_closing() and now_s - self.since_s > limit_s:
             return True
@@ -186,7 +186,7 @@ class Connection(H11Protocol):
         return self.does_not_read(now_s)
 
     def does_not_read(self, now_s: float) -> bool:
-        """Whether the client read too slowly while there always was unsent data."""
+        """Whether the client has read too slowly for WRITE_S although there was unsent data."""
         waiting = self.transport.get_write_buffer_size()
         num_sent = cast(Any, self.transport).num_written - waiting
         reads = num_sent - self.num_sent >= LEAST_BYTES_S * WRITE_S
@@ -196,8 +196,8 @@ class Connection(H11Protocol):
         return bool(waiting) and not reads
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with an error, if an answer is still possible, and close."""
-        if self.cycle is not None:  # the rest of its request cannot be read
+        """Answer invalid HTTP with an error, if none is being sent yet, and close."""
+        if self.cycle is not None:  # the rest of the current request cannot be read
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -219,7 +219,7 @@ class Connection(H11Protocol):
 
 
 def unread_bytes(headers: list[tuple[bytes, bytes]]) -> int:
-    """Lower bound of the body bytes that are not received with the head; 0 for a chunked body."""
+    """Lower bound of the body bytes that were not received with the head; 0 for a chunked body."""
     fields = dict(headers)
     return 0 if b"transfer-encoding" in fields else int(fields.get(b"content-length", 0)) - READ_BYTES
 

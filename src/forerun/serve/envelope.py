@@ -1,6 +1,6 @@
-"""Envelope: the middleware around all routes: request ids, host checks, HTTP framing checks and the access log.
+"""Envelope: the middleware around all routes, for request ids, host checks, HTTP framing checks and the access log.
 
-Since every request passes it, every answer, also a refusal, is counted and can be found in the log by its id.
+Every request passes it, so that every answer, including refusals, is counted and has its id in the log.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from forerun.serve.metrics import Metrics
 from forerun.serve.problems import ApiError
 
 ACCESS = "forerun.serve.access"
-ID_HEADER, ANTHROPICS = "x-request-id", "request-id"  # Anthropic's clients read the latter
-CLIENTS_ID = re.compile(r"[ -~]{1,128}")
+ID_HEADER, ANTHROPIC_ID_HEADER = "x-request-id", "request-id"  # Anthropic's clients read the latter
+CLIENT_ID = re.compile(r"[ -~]{1,128}")  # a request id from a client that is accepted
 CLOSE = (b"connection", b"close")
 VERSIONS = ("1.0", "1.1")
 PIECE_ITEMS = 16  # list items per piece: 16 tokens with 128 alternatives each take 2 ms
 MOST_HEAD_BYTES = 1 << 14
-HEAD_TOO_LARGE = ApiError(431, f"the head has more than {MOST_HEAD_BYTES} bytes.", code="head_too_large")
+HEAD_TOO_LARGE = ApiError(431, f"the request head has more than {MOST_HEAD_BYTES} bytes.", code="head_too_large")
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # creating one takes as long as encoding a chunk
 access_log = logging.getLogger(ACCESS)
 
@@ -48,10 +48,10 @@ class Envelope:
             await self.app(scope, receive, send)
             return
         headers = Headers(raw=scope["headers"])
-        request_id = next(filter(CLIENTS_ID.fullmatch, headers.getlist(ID_HEADER)), None) or new_id()
+        request_id = next(filter(CLIENT_ID.fullmatch, headers.getlist(ID_HEADER)), None) or new_id()
         scope.setdefault("state", {})["request_id"] = request_id
         app: ASGIApp = self.app
-        closes = "expect" in headers  # after a refusal such a client may send the body or the next request
+        closes = "expect" in headers  # after a refusal, such a client may send either the body or the next request
         try:
             with values_in_json():
                 check_framing(scope, headers)
@@ -73,7 +73,7 @@ class Envelope:
 
 
 def check_framing(scope: Scope, headers: Headers) -> None:
-    """Raise ApiError for a head that is too long, or ambiguous framing, which would allow request smuggling."""
+    """Raise ApiError for a head that is too long, or for ambiguous framing, which would allow request smuggling."""
     size = len(scope["path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers.raw)
     if size > MOST_HEAD_BYTES:
         raise HEAD_TOO_LARGE
@@ -81,7 +81,7 @@ def check_framing(scope: Scope, headers: Headers) -> None:
     if version not in VERSIONS:
         raise ApiError(400, f"HTTP/{version} is not supported: use HTTP/1.1.", code="invalid_http")
     if "transfer-encoding" in headers and ("content-length" in headers or version == "1.0"):
-        message = "the body has a Transfer-Encoding beside a Content-Length, or in HTTP/1.0: send one of the two."
+        message = "Transfer-Encoding cannot be used with Content-Length or in HTTP/1.0: send Content-Length alone."
         raise ApiError(400, message, code="invalid_http")
 
 
@@ -97,7 +97,7 @@ def log_access(scope: Scope, status: int, request_id: str) -> None:
 
 def id_headers(request_id: str) -> list[tuple[bytes, bytes]]:
     """The response headers with the request id."""
-    return [(name.encode(), request_id.encode()) for name in (ID_HEADER, ANTHROPICS)]
+    return [(name.encode(), request_id.encode()) for name in (ID_HEADER, ANTHROPIC_ID_HEADER)]
 
 
 def new_id() -> str:
@@ -116,7 +116,7 @@ def encode_json(body: Any) -> bytes:
 
 
 def encode_json_pieces(value: Any) -> Iterator[bytes]:
-    """Encode as JSON in pieces: encoding holds the GIL, and long answers have megabytes."""
+    """Encode as JSON in pieces, since encoding holds the GIL and long answers have megabytes."""
     if isinstance(value, dict) and value:
         for place, (name, member) in enumerate(value.items()):
             yield (b"," if place else b"{") + encode_json(name) + b":"

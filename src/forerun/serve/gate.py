@@ -1,9 +1,10 @@
 """Gate: admission and fair queueing of requests.
 
-Requests wait here, not in the engine, so that tenants can take turns: the next place goes to the tenant that holds the
-fewest, and among those to the one whose last turn is longest ago. The engine gets a few more sequences than its batch
-holds, so that a free place is filled in the next round. A tenant with nothing in the engine always gets one request in
-at once, whatever the others hold, since tenants take turns in the engine too. All of it runs in one event loop.
+Requests wait here, not in the engine, so that tenants can take turns: a free place goes to the waiting tenant that
+holds the fewest places, and among equals to the one whose last turn is longest ago. The engine gets a few more
+sequences than its batch holds, so that a free slot is filled in the next round. One request of a tenant that has none
+in the engine is admitted at once, even without a free place, since tenants also take turns in the engine. The gate runs
+in one event loop.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ SMOOTHING = 0.9  # of the moving average of the time between departures
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """One HTTP request from `enter` to `leave`; it has `num_places` sequences in the engine.
+    """One HTTP request from `enter` to `leave`.
 
-    `queue_s` and `first_token_s`: seconds from its arrival to its place in the batch and to its first token. `last_s`:
-    when each of its sequences last grew, by sequence id.
+    It needs `num_sequences` places in the engine and holds `num_places`. `queue_s` and `first_token_s`: seconds from
+    its arrival to its place in the batch and to its first token. `last_s`: when each sequence last grew, by id.
     """
 
     tenant: str
@@ -34,11 +35,11 @@ class OpenRequest:
     request_id: str = ""
     session_id: str = ""  # the x-session-id header; requests of one session go to the same replica
     turn: asyncio.Future[None] | None = None
-    wanted: int = 0
+    num_sequences: int = 0
     num_places: int = 0
     placed: bool = False
     finished: bool = False  # in the engine; the answer may not be sent yet
-    gone: bool = False
+    closed: bool = False
     queue_s: float | None = None
     first_token_s: float | None = None
     last_s: dict[int, float] = field(default_factory=dict)
@@ -48,10 +49,10 @@ class OpenRequest:
 class Gate:
     """Admits at most `num_requests` + `max_queue` requests of each tenant, and `num_places` sequences to the engine.
 
-    A tenant with nothing in the engine gets one request in beyond these places. A request with more samples than free
-    places enters when any place is free, since it might never fit otherwise. Every waiting sample holds the prompt's
-    tokens, so waiting samples are bounded too: a request that waits behind others of its tenant is refused if they
-    would have more than `max_queue` samples together.
+    One request of a tenant that has none in the engine is admitted beyond these places. A request with more samples
+    than free places is admitted when any place is free, since it might never fit otherwise. Every waiting sample holds
+    the prompt's tokens, so their number is bounded too: a request is refused if it would have to wait behind others of
+    its tenant and all of them together had more than `max_queue` samples.
     """
 
     num_requests: int
@@ -60,10 +61,10 @@ class Gate:
     num_open: Counter[str] = field(default_factory=Counter)
     held: Counter[str] = field(default_factory=Counter)
     queues: dict[str, deque[OpenRequest]] = field(default_factory=dict)
-    turns: dict[str, int] = field(default_factory=dict)
+    turns: dict[str, int] = field(default_factory=dict)  # the number of each tenant's last turn
     num_turns: int = 0
     between_s: float = 1.0  # moving average of the time between departures
-    left_s: float | None = None
+    departed_s: float | None = None  # time of the last departure
     num_sending: int = 0  # requests that the engine has finished, but whose answers are not sent
     draining: bool = False
     empty: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,27 +86,27 @@ class Gate:
     async def place(self, entry: OpenRequest, num_sequences: int) -> None:
         """Wait until `num_sequences` may enter the engine. Raises ApiError 429 if too many samples wait."""
         queue = self.queues.setdefault(entry.tenant, deque())
-        waiting = sum(each.wanted for each in queue)
+        waiting = sum(each.num_sequences for each in queue)
         if queue and waiting + num_sequences > self.max_queue:
             raise self.full(f"{waiting} samples are waiting")
-        entry.wanted, entry.turn = num_sequences, asyncio.get_running_loop().create_future()
+        entry.num_sequences, entry.turn = num_sequences, asyncio.get_running_loop().create_future()
         queue.append(entry)
         self.advance()
         await entry.turn
 
     def shutting_down(self) -> ApiError:
         """The ApiError 503 for requests while draining."""
-        message = "the server is shutting down and takes no new requests."
+        message = "the server is shutting down and does not accept new requests."
         return ApiError(503, message, code="shutting_down", retry_s=1)
 
     def full(self, why: str) -> ApiError:
         """The ApiError 429 for a full queue."""
-        message = f"{why}, and no more may wait: try again."
+        message = f"the queue is full ({why}): try again later."
         return ApiError(429, message, code="queue_full", kind="rate_limit_error", retry_s=self.retry_s)
 
     def free(self, entry: OpenRequest) -> None:
-        """Take back the place of a finished sequence; after the last one, the request's own place too."""
-        if entry.gone:
+        """Free the place of a finished sequence; after the request's last one, the request no longer counts as open."""
+        if entry.closed:
             return
         entry.num_places -= 1
         self.held[entry.tenant] -= 1
@@ -116,10 +117,10 @@ class Gate:
         self.advance()
 
     def leave(self, entry: OpenRequest) -> None:
-        """Close a request in whatever state it is; idempotent."""
-        if entry.gone:
+        """Close a request in any state; idempotent."""
+        if entry.closed:
             return
-        entry.gone = True
+        entry.closed = True
         if entry.finished:
             self.num_sending -= 1
         else:
@@ -131,17 +132,17 @@ class Gate:
             self.empty.set()
 
     def depart(self, entry: OpenRequest) -> None:
-        """Give back all places that a request holds."""
+        """Free all places that a request holds."""
         self.num_open[entry.tenant] -= 1
         self.held[entry.tenant] -= entry.num_places
         if entry.placed:
             now = time.perf_counter()
-            if self.left_s is not None:
-                self.between_s = SMOOTHING * self.between_s + (1 - SMOOTHING) * (now - self.left_s)
-            self.left_s = now
+            if self.departed_s is not None:
+                self.between_s = SMOOTHING * self.between_s + (1 - SMOOTHING) * (now - self.departed_s)
+            self.departed_s = now
 
     def advance(self) -> None:
-        """Give free places to the waiting requests, by turns."""
+        """Give free places to the waiting requests, whose tenants take turns."""
         while True:
             free = self.held.total() < self.num_places
             waiting = [tenant for tenant, queue in self.queues.items() if queue and (free or not self.held[tenant])]
@@ -149,16 +150,16 @@ class Gate:
                 return
             tenant = min(waiting, key=lambda name: (self.held[name], self.turns.get(name, 0)))
             entry = self.queues[tenant].popleft()
-            entry.num_places, entry.placed = entry.wanted, True
-            self.held[tenant] += entry.wanted
+            entry.num_places, entry.placed = entry.num_sequences, True
+            self.held[tenant] += entry.num_sequences
             self.num_turns += 1
             self.turns[tenant] = self.num_turns
             assert entry.turn is not None, "every waiting request has a future"
-            if not entry.turn.done():  # a cancelled one gives its places back when it leaves
+            if not entry.turn.done():  # a cancelled request frees its places when it leaves
                 entry.turn.set_result(None)
 
     def drain(self) -> None:
-        """Admit no more requests; `empty` is set once all open ones have left."""
+        """Admit no more requests. The event `empty` is set once all open ones have left."""
         self.draining = True
         if not self.num_in:
             self.empty.set()

@@ -1,10 +1,10 @@
 """Growing text: incremental parsing of an answer that arrives in pieces.
 
-A parser is a generator that reads the text as if it were complete, and yields when it needs more. So the result does
-not depend on how the text is cut into pieces. Every parser reads each character a bounded number of times.
+A parser is a generator that reads the text as if it were complete, and yields when it needs more text. Therefore the
+result does not depend on how the text is cut into pieces. Every parser reads each character a bounded number of times.
 
-If a tag is a special token, the same characters written by ordinary tokens are not a tag. Such text is marked with
-BREAK before parsers see it, and the mark is removed from their results.
+If a tag is a special token, the same characters from ordinary tokens are not a tag. A BREAK character is inserted into
+such text before it is parsed, and removed from the results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BREAK = "\ud800"  # a lone surrogate, which no decoded text contains
 
 
 class Tags:
-    """Texts that are searched together; none of them begins with another one or with a blank."""
+    """Tags that are searched for together. No tag begins with another one or with a blank."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -31,7 +31,7 @@ class Tags:
         self.beginnings = frozenset(name[:length] for name in names for length in range(1, len(name)))
         self.longest = max(map(len, names), default=1) - 1
 
-    def begun(self, text: str, start: int) -> int:
+    def partial_length(self, text: str, start: int) -> int:
         """How many characters at the end of the text, from `start` on, may be the beginning of a tag."""
         lengths = range(min(self.longest, len(text) - start), 0, -1)
         return next((length for length in lengths if text[-length:] in self.beginnings), 0)
@@ -41,13 +41,13 @@ tags_of = lru_cache(maxsize=64)(Tags)
 
 
 class GrowingText:
-    """The text so far, and the position `at` up to which it is parsed. `ended`: nothing will follow."""
+    """The text so far, and the position `at` up to which it is parsed. `ended`: no more text will be appended."""
 
     def __init__(self, text: str = "", ended: bool = False) -> None:
         self.text = text
         self.at = 0
         self.ended = ended
-        self.before = ""  # the blanks in front of the last tag that `passage` found
+        self.before = ""  # the blanks before the last tag that `passage` found
         self.num_forgotten = 0  # characters already removed from the front
         self.memory: dict[object, Any] = {}  # shared by the parsers of this text
 
@@ -59,21 +59,21 @@ class GrowingText:
 
     @property
     def place(self) -> int:
-        """The current position in the whole answer, counting removed text."""
+        """The current position in the entire answer, including removed text."""
         return self.num_forgotten + self.at
 
-    def once(self, key: object, make: Callable[[], Any]) -> Any:
+    def cached(self, key: object, make: Callable[[], Any]) -> Any:
         """The value stored under `key`, made by `make` at the first call."""
         if key not in self.memory:
             self.memory[key] = make()
         return self.memory[key]
 
     @property
-    def over(self) -> bool:
-        """Whether all text is parsed and nothing will follow."""
+    def is_over(self) -> bool:
+        """Whether all text is parsed and no more will be appended."""
         return self.ended and self.at == len(self.text)
 
-    def letter(self) -> Scan[str]:
+    def peek(self) -> Scan[str]:
         """Peek at the next character; "" at the end."""
         while self.at == len(self.text) and not self.ended:
             yield
@@ -90,7 +90,7 @@ class GrowingText:
             yield
 
     def one_of(self, texts: Collection[str]) -> Scan[str]:
-        """Consume and return the longest of these texts that is next; "" if none is."""
+        """Consume and return the longest of these texts that comes next; "" if none does."""
         longest = max(map(len, texts), default=0)
         while not self.ended:
             rest = self.text[self.at : self.at + longest]
@@ -122,7 +122,7 @@ class GrowingText:
             self.at += len(letter)
             if letter == '"':
                 quoted = not quoted
-            elif quoted and letter and (yield from self.letter()):
+            elif quoted and letter and (yield from self.peek()):
                 self.at += 1  # the character after a backslash
             elif letter and letter in "{}[]":
                 depth += 1 if letter in "{[" else -1
@@ -131,14 +131,14 @@ class GrowingText:
         return self.text[start : self.at]
 
     def passage(self, tags: Tags, show: Callable[[str], None]) -> Scan[str]:
-        """Pass text up to the next tag to `show` as soon as it cannot be part of one. Returns the tag, "" at the end.
+        """Pass text before the next tag to `show` as soon as it cannot be part of one. Returns the tag, "" at the end.
 
-        The blanks in front of the tag are not shown but stored in `before`. Text that was shown is removed.
+        The blanks before the tag are not shown but stored in `before`. Text that was shown is removed.
         """
         shown = firm = seen = self.at  # positions: shown up to; last non-blank; searched up to
         while True:
             tag = tags.pattern.search(self.text, seen)
-            end = tag.start() if tag else len(self.text) - (0 if self.ended else tags.begun(self.text, seen))
+            end = tag.start() if tag else len(self.text) - (0 if self.ended else tags.partial_length(self.text, seen))
             if solid := self.text[seen:end].rstrip():
                 firm = seen + len(solid)
             if tag is None and (self.ended or not tags.names):
@@ -160,18 +160,18 @@ def result_of(reading: Scan[Scanned]) -> Scanned:
     except StopIteration as end:
         result: Scanned = end.value
         return result
-    raise AssertionError("a text that has ended is not waited for")
+    raise AssertionError("a parser must not wait for more text after its end")
 
 
 class Literals:
-    """Marks tags in the text of ordinary tokens as literal text, also if several tokens spell one."""
+    """Marks tags in the text of ordinary tokens as literal text, including tags that span several tokens."""
 
     def __init__(self, tags: Collection[str]) -> None:
         self.tags = tags_of(tuple(tags))
-        self.end = ""  # of the text since the last special token: a tag may begin in it
+        self.end = ""  # end of the text since the last special token, in which a tag may begin
 
     def broken(self, text: str, special: bool) -> str:
-        """The next piece of text, with BREAK in front of the last character of literal tags."""
+        """The next piece of text, with BREAK before the last character of literal tags."""
         if special:
             self.end = ""
             return text

@@ -32,11 +32,11 @@ WHERE: "analysis" | "commentary" | "final"
 """
 
 
-def head(text: GrowingText) -> Scan[str]:
+def read_header(text: GrowingText) -> Scan[str]:
     """Parse a message's header, up to its text; "" if there is text without a header."""
     start = text.at
     yield from text.run(BLANKS)
-    if text.over:
+    if text.is_over:
         return ""
     if (yield from text.one_of((f"{START}assistant", START))):
         start = text.at
@@ -88,13 +88,13 @@ def preamble(begun: str) -> str:
     return f"TEXT? {NEXT}" if MESSAGE in begun else "thought?"
 
 
-def history(messages: Seq[Any]) -> list[Any]:
+def harmony_messages(messages: Seq[Any]) -> list[Any]:
     """Earlier messages as Harmony's chat template expects them.
 
-    Reasoning is the field `thinking`; content before a call becomes part of it, since the template accepts only one of
-    the two. Every call gets a message of its own, with its results after it.
+    Reasoning is in the field `thinking`; content before a call becomes part of it, since the template accepts only one
+    of the two. Every call gets a separate message, with its results after it.
     """
-    talk: list[Any] = []
+    rewritten: list[Any] = []
     moved: set[int] = set()
     for place, message in enumerate(messages):
         if place in moved:
@@ -104,17 +104,17 @@ def history(messages: Seq[Any]) -> list[Any]:
         if thinking and content and calls:
             thinking, message = f"{thinking}\n\n{content}", message | {"content": ""}
         first = {"thinking": thinking} if thinking else {}
-        talk.append(message | first | ({"tool_calls": calls[:1]} if calls else {}))
-        results = results_behind(messages, place) if len(calls) > 1 else {}
+        rewritten.append(message | first | ({"tool_calls": calls[:1]} if calls else {}))
+        results = results_after(messages, place) if len(calls) > 1 else {}
         for call, following in pairwise(calls):
             places = results.pop(str(call.get("id")), [])
             moved.update(places)
-            talk += [messages[result] for result in places]
-            talk.append({"role": "assistant", "content": "", "tool_calls": [following]})
-    return talk
+            rewritten += [messages[result] for result in places]
+            rewritten.append({"role": "assistant", "content": "", "tool_calls": [following]})
+    return rewritten
 
 
-def results_behind(messages: Seq[Any], place: int) -> dict[str, list[int]]:
+def results_after(messages: Seq[Any], place: int) -> dict[str, list[int]]:
     """Indexes of the tool results directly after a message, by the ids of their calls."""
     results: dict[str, list[int]] = {}
     for result in takewhile(lambda i: messages[i].get("role") == "tool", range(place + 1, len(messages))):

@@ -1,8 +1,8 @@
 """Inputs: converts bodies of /v1/responses and of Anthropic's /v1/messages to the fields of a chat completion.
 
-The reasoning, text and call items of one assistant turn become one message. Of Anthropic's blocks, tool results become
-messages, neighbouring blocks of one role become one message, and if the last message is the assistant's, the answer
-continues its text.
+For /v1/responses, the reasoning, text and call items of one assistant turn become one message. For /v1/messages, tool
+results become separate messages, adjacent other blocks of one role become one message, and if the last message is the
+assistant's, the answer continues its text.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from forerun.serve.problems import MISSING, UNSERVED, missing, refused, unserved
 JsonObject = Mapping[str, Any]
 MOST_TOP_LOGPROBS = 20
 LOGPROBS = "message.output_text.logprobs"
-WITHOUT_EFFECT = ("reasoning.encrypted_content",)  # reasoning is returned as plain text here
+IGNORED_INCLUDES = ("reasoning.encrypted_content",)  # reasoning is returned as plain text here
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}  # of items
-OF_FUNCTIONS = ("name", "description", "parameters")
-OF_TOOLS = ("type", "strict")
+FUNCTION_FIELDS = ("name", "description", "parameters")
+TOOL_FIELDS = ("type", "strict")
 PARTS = {  # of items: the field of the text, by type
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"), "text"),
     "refusal": "refusal",
 }
 TEXTS = ("content", "reasoning_content")  # fields of a message that may come in several parts
 BLOCKS = {"text": "text"}  # of Anthropic's messages: the field of the text, by type
-NOT_OF_CHATS = ("messages", "system", "tools", "tool_choice", "stop_sequences")
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+REPLACED_FIELDS = ("messages", "system", "tools", "tool_choice", "stop_sequences")
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING = ("enabled", "adaptive", "disabled")
 
 
@@ -41,13 +41,13 @@ def text_of(content: Any, name: str, kinds: Mapping[str, str]) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(kinds[kind]) if isinstance(kind, str) and kind in kinds else None
         if not isinstance(text, str):
-            problem = f"{shown(part)} is not text, which is all that is read"
+            problem = f"{shown(part)} is not text, and other content is not supported"
             raise refused(name, f"{problem}: give text, or parts of the types {', '.join(kinds)}.")
         texts.append(text)
     return "\n".join(texts)
 
 
-def joined(
+def merged(
     messages: Iterable[dict[str, Any]], belongs: Callable[[JsonObject, JsonObject], bool]
 ) -> list[dict[str, Any]]:
     """Merge each message into the one before it if both have the same role and `belongs(last, message)`.
@@ -71,18 +71,18 @@ def joined(
     return chat
 
 
-def input_messages(given: JsonObject) -> list[dict[str, Any]]:
+def input_messages(body: JsonObject) -> list[dict[str, Any]]:
     """The messages from `instructions` and `input`. Raises ApiError 400, naming the invalid field."""
-    items = given.get("input")
+    items = body.get("input")
     if items is None:
         raise missing("input", "give text, or a list of items")
-    messages = [{"role": "system", "content": given["instructions"]}] if "instructions" in given else []
+    messages = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     if not items:
-        raise refused("input", "it has no items: give text, or a list of items.")
-    return messages + joined(
-        (item_message(item, f"input[{place}]") for place, item in enumerate(items)),
+        raise refused("input", "it is an empty list: give text, or a list of items.")
+    return messages + merged(
+        (item_message(item, f"input[{i}]") for i, item in enumerate(items)),
         lambda last, item: item["role"] == "assistant" and ("content" not in last or "tool_calls" in item),
     )
 
@@ -115,11 +115,11 @@ def call_item(item: JsonObject, name: str) -> dict[str, Any]:
     """A function call of an earlier answer."""
     function, arguments = item.get("name"), item.get("arguments")
     if not isinstance(function, str):
-        raise refused(name, "a function_call has a name, which is text.")
+        raise refused(name, "a function_call must have a name, which is text.")
     try:
         values = arguments_of(arguments)
     except ValueError as error:
-        raise refused(name, f"the arguments {shown(arguments)} are no JSON object as text.") from error
+        raise refused(name, f"the arguments {shown(arguments)} are not a JSON object as text.") from error
     call = {"id": item.get("call_id"), "type": "function", "function": {"name": function, "arguments": values}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -137,12 +137,12 @@ ITEMS: Mapping[str, Callable[[JsonObject, str], dict[str, Any]]] = {
 }
 
 
-def input_tools(given: JsonObject) -> dict[str, Any]:
-    """`tools` and `tool_choice` of /v1/responses in the nested form of a chat."""
+def input_tools(body: JsonObject) -> dict[str, Any]:
+    """`tools` and `tool_choice` of /v1/responses in the nested form of chat completions."""
     tools: dict[str, Any] = {}
-    choice: Any = given.get("tool_choice")
-    if "tools" in given:
-        tools["tools"] = [response_tool(tool, f"tools[{place}]") for place, tool in enumerate(given["tools"])]
+    choice: Any = body.get("tool_choice")
+    if "tools" in body:
+        tools["tools"] = [response_tool(tool, f"tools[{i}]") for i, tool in enumerate(body["tools"])]
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
         tools["tool_choice"] = {"type": kind, kind: {"name": choice.get("name")}}
@@ -154,48 +154,48 @@ def input_tools(given: JsonObject) -> dict[str, Any]:
 
 
 def response_tool(tool: JsonObject, name: str) -> dict[str, Any]:
-    """One tool in that form. Fields that would change its use are refused, not dropped."""
+    """One tool in the form of chat completions. Fields that would change its use are refused, not dropped."""
     if tool.get("type") != "function":
-        problem = f'{shown(tool)} is no function: give {{"type": "function", "name": ..., "parameters": ...}}'
+        problem = f'{shown(tool)} is not a function: give {{"type": "function", "name": ..., "parameters": ...}}'
         raise refused(name, f"{problem}; other kinds are not served here.", UNSERVED)
     for key, value in tool.items():
-        if key not in (*OF_FUNCTIONS, *OF_TOOLS) and value is not None and value is not False:
-            raise unserved(name, key, f"a function has {', '.join(OF_FUNCTIONS)}")
+        if key not in (*FUNCTION_FIELDS, *TOOL_FIELDS) and value is not None and value is not False:
+            raise unserved(name, key, f"a function has {', '.join(FUNCTION_FIELDS)}")
     strict = {"strict": tool["strict"]} if tool.get("strict") not in (None, False) else {}
-    return {"type": "function", "function": {k: tool[k] for k in OF_FUNCTIONS if tool.get(k) is not None} | strict}
+    return {"type": "function", "function": {k: tool[k] for k in FUNCTION_FIELDS if tool.get(k) is not None} | strict}
 
 
-def response_logprobs(given: JsonObject) -> int | None:
+def response_logprobs(body: JsonObject) -> int | None:
     """The number of alternatives per token in /v1/responses; None for no log-probabilities."""
-    include, top = given.get("include", []), given.get("top_logprobs")
+    include, top = body.get("include", []), body.get("top_logprobs")
     for each in include:
-        if each not in (LOGPROBS, *WITHOUT_EFFECT):
+        if each not in (LOGPROBS, *IGNORED_INCLUDES):
             raise unserved("include", each, f"{LOGPROBS} is")
     if top is not None:
         top = whole("top_logprobs", top, f"use a number up to {MOST_TOP_LOGPROBS}", 0, MOST_TOP_LOGPROBS)
     return top if top is not None or LOGPROBS not in include else 0
 
 
-def message_fields(given: JsonObject) -> dict[str, Any]:
-    """The fields of a chat for a body of /v1/messages. Raises ApiError 400, naming the invalid field."""
-    chat = {name: value for name, value in given.items() if name not in NOT_OF_CHATS}
-    if "stop_sequences" in given:
-        chat["stop"] = given["stop_sequences"]
-    chat["messages"] = messages = joined(
-        block_messages(given.get("messages")), lambda _, message: message["role"] != "tool"
+def message_fields(body: JsonObject) -> dict[str, Any]:
+    """The chat completion fields for a body of /v1/messages. Raises ApiError 400, naming the invalid field."""
+    chat = {name: value for name, value in body.items() if name not in REPLACED_FIELDS}
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    chat["messages"] = messages = merged(
+        block_messages(body.get("messages")), lambda _, message: message["role"] != "tool"
     )
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat["continue_final_message"] = True
-    if "system" in given:
-        messages.insert(0, {"role": "system", "content": text_of(given["system"], "system", BLOCKS)})
-    thinking = given.get("thinking", {"type": "disabled"})
+    if "system" in body:
+        messages.insert(0, {"role": "system", "content": text_of(body["system"], "system", BLOCKS)})
+    thinking = body.get("thinking", {"type": "disabled"})
     if thinking.get("type") not in THINKING:
         raise refused("thinking", f'{shown(thinking)} is not served: use the type "adaptive" or "disabled".')
     if thinking["type"] != "disabled":
-        chat["chat_template_kwargs"] = {"enable_thinking": True} | given.get("chat_template_kwargs", {})
+        chat["chat_template_kwargs"] = {"enable_thinking": True} | body.get("chat_template_kwargs", {})
     if thinking.get("display") == "omitted":
         chat["include_reasoning"] = False
-    return chat | message_tools(given)
+    return chat | message_tools(body)
 
 
 def block_messages(messages: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
@@ -203,12 +203,12 @@ def block_messages(messages: list[dict[str, Any]] | None) -> Iterator[dict[str, 
     if not messages:
         code = MISSING if messages is None else "invalid_value"
         raise refused("messages", "give at least one message.", code)
-    for place, message in enumerate(messages):
-        role, content, name = message.get("role"), message.get("content"), f"messages[{place}]"
+    for i, message in enumerate(messages):
+        role, content, name = message.get("role"), message.get("content"), f"messages[{i}]"
         if role not in ("user", "assistant", "system"):
             raise refused(name, f"{shown(message)} has none of the roles user, assistant, system.")
         if not isinstance(content, str | list):
-            raise refused(f"{name}.content", f"{shown(content)} is no text and no list of blocks.")
+            raise refused(f"{name}.content", f"{shown(content)} must be text or a list of blocks.")
         if isinstance(content, str):
             yield {"role": role, "content": content}
         else:
@@ -230,30 +230,30 @@ def block_message(role: str, block: Any, name: str) -> dict[str, Any]:
         result = text_of(block.get("content", ""), f"{name}.content", BLOCKS)
         return {"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")}
     kinds = "text, tool_result" if role == "user" else "text, thinking, tool_use"
-    problem = f"{shown(block)} is not served in a message of the {role}: it has blocks of the types {kinds}."
+    problem = f"{shown(block)} is not served in a message of the {role}: use blocks of the types {kinds}."
     raise refused(name, problem, UNSERVED)
 
 
-def message_tools(given: JsonObject) -> dict[str, Any]:
-    """`tools`, `tool_choice` and `parallel_tool_calls` of a chat."""
+def message_tools(body: JsonObject) -> dict[str, Any]:
+    """`tools`, `tool_choice` and `parallel_tool_calls` in the form of chat completions."""
     fields: dict[str, Any] = {}
-    choice = given.get("tool_choice", {})
-    if "tools" in given:
-        fields["tools"] = [message_tool(tool, f"tools[{place}]") for place, tool in enumerate(given["tools"])]
+    choice = body.get("tool_choice", {})
+    if "tools" in body:
+        fields["tools"] = [message_tool(tool, f"tools[{i}]") for i, tool in enumerate(body["tools"])]
     kind = choice.get("type")
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif isinstance(kind, str) and kind in CHOICES:
-        fields["tool_choice"] = CHOICES[kind]
+    elif isinstance(kind, str) and kind in TOOL_CHOICES:
+        fields["tool_choice"] = TOOL_CHOICES[kind]
     elif choice:
-        raise refused("tool_choice", f"{shown(choice)} has none of the types {', '.join((*CHOICES, 'tool'))}.")
+        raise refused("tool_choice", f"{shown(choice)} has none of the types {', '.join((*TOOL_CHOICES, 'tool'))}.")
     return fields | ({"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {})
 
 
 def message_tool(tool: JsonObject, name: str) -> dict[str, Any]:
-    """One tool in the form of a chat."""
+    """One tool in the form of chat completions."""
     if tool.get("type") not in (None, "custom"):
-        problem = f"{shown(tool)} is no tool of the caller's: give a name, a description and an input_schema"
-        raise refused(name, f"{problem}; the server has no tools of its own.", UNSERVED)
+        problem = f"{shown(tool)} is not a custom tool: give a name, a description and an input_schema"
+        raise refused(name, f"{problem}; the server has no built-in tools.", UNSERVED)
     function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}

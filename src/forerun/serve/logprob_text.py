@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of OpenAI and vLLM, with the text and bytes of tokens; and echoed prompts."""
+"""Log-probabilities in the formats of OpenAI and vLLM, with the text and bytes of tokens, and echoed prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TokenTexts:
         self.table = tokenizer.byte_table()
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token; if the tokenizer is not a byte-level one, those of its decoded text."""
+        """The bytes of a token; with a tokenizer that is not byte-level, those of its decoded text."""
         if self.table is None:
             return self.tokenizer.decode(token).encode()
         spelled = self.table.spelled
@@ -32,7 +32,7 @@ class TokenTexts:
 
 
 class OffsetCounter:
-    """Character offsets of the tokens of a growing text that starts at `num_characters`.
+    """Character offsets of the tokens of a growing text whose first character is number `num_characters`.
 
     A token that contains part of a character starts at that character.
     """
@@ -52,7 +52,7 @@ class OffsetCounter:
 class PromptEcho:
     """The text of a prompt; token `i` starts at character `offsets[i]`.
 
-    A token without text, such as BOS, has the offset of the next one.
+    A token without text, such as BOS, has the offset of the next token.
     """
 
     text: str
@@ -71,7 +71,7 @@ class PromptEcho:
 
 
 def chat_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Log-probabilities in the form of chat completions: one entry for each token."""
+    """Log-probabilities in the format of chat completions: one entry per token."""
     return [
         {
             **entry(each.token_id, each.logprob, texts),
@@ -90,11 +90,11 @@ def entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
 
 
 def completion_lists(logprobs: Seq[TokenLogprobs], texts: TokenTexts, offsets: OffsetCounter) -> dict[str, Any]:
-    """Log-probabilities in the form of completions: parallel lists. The sampled token is always among the top."""
+    """Log-probabilities in the format of completions: parallel lists. The sampled token is always among the top."""
     top: list[dict[str, float]] = []
     for each in logprobs:
         pairs = zip((*each.top_ids, each.token_id), (*each.top_logprobs, each.logprob), strict=True)
-        top.append(strongest((texts.text_of(token), finite(logprob)) for token, logprob in pairs))
+        top.append(highest_by_text((texts.text_of(token), finite(logprob)) for token, logprob in pairs))
     return {
         "tokens": [texts.text_of(each.token_id) for each in logprobs],
         "token_logprobs": [finite(each.logprob) for each in logprobs],
@@ -103,16 +103,16 @@ def completion_lists(logprobs: Seq[TokenLogprobs], texts: TokenTexts, offsets: O
     }
 
 
-def strongest(pairs: Any) -> dict[str, float]:
-    """Log-probabilities by text; if tokens share a text, the most likely one counts."""
-    strengths: dict[str, float] = {}
+def highest_by_text(pairs: Any) -> dict[str, float]:
+    """Log-probabilities by text; the highest one if several tokens have the same text."""
+    highest: dict[str, float] = {}
     for text, logprob in pairs:
-        strengths[text] = max(logprob, strengths.get(text, logprob))
-    return strengths
+        highest[text] = max(logprob, highest.get(text, logprob))
+    return highest
 
 
 def prompt_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[Mapping[str, Any] | None]:
-    """Log-probabilities of a prompt in vLLM's form; null for its first token."""
+    """Log-probabilities of a prompt in vLLM's format; null for its first token."""
     entries: list[Mapping[str, Any] | None] = [None]
     for each in logprobs:
         ranks = range(1, len(each.top_ids) + 1)
@@ -128,5 +128,5 @@ def prompt_entries(logprobs: Seq[TokenLogprobs], texts: TokenTexts) -> list[Mapp
 
 
 def finite(logprob: float) -> float:
-    """A log-probability for JSON, which has no infinities: OpenAI uses -9999 for probability 0."""
+    """A finite log-probability, since JSON has no infinities; like OpenAI, -9999 stands for probability 0."""
     return max(logprob, -9999.0)

@@ -1,7 +1,7 @@
-"""Answers of Anthropic's /v1/messages: messages of content blocks, whole and as events, and that API's errors.
+"""Answers of Anthropic's /v1/messages: messages of content blocks, complete or as events, and that API's errors.
 
-A block is thinking, text, or a tool use. A stream starts a block, adds to it and stops it; a tool use is sent whole in
-one delta.
+A block is thinking, text, or a tool use. A stream starts a block, adds to it and stops it; a tool use is sent in one
+delta.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MessageWriter(Writer):
 
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     blocks: list[dict[str, Any]] = field(default_factory=list)
-    begun: bool = False
+    started: bool = False
     open: bool = False  # whether the last block may grow
 
     def whole(self) -> dict[str, Any]:
@@ -59,8 +59,8 @@ class MessageWriter(Writer):
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The events for one delta; the first delta also starts the message."""
-        opening = [] if self.begun else [{"type": "message_start", "message": self.message()}]
-        self.begun = True
+        opening = [] if self.started else [{"type": "message_start", "message": self.message()}]
+        self.started = True
         return opening + self.take(delta)
 
     def last_chunks(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class MessageWriter(Writer):
         return events + (self.close() if delta.finish_reason else [])
 
     def add(self, part: AnswerPart) -> list[dict[str, Any]]:
-        """Add a part to the last block, or to a new one if that is of another kind; returns the events."""
+        """Add a part to the last block, or to a new block if it is of another kind; returns the events."""
         kind, events = KINDS[part.kind], list[dict[str, Any]]()
         if not self.open or self.blocks[-1]["type"] != kind or part.call is not None:
             events += self.close()
@@ -123,17 +123,17 @@ class MessageWriter(Writer):
     def ending(self) -> dict[str, Any]:
         """The stop reason and stop sequence."""
         last = self.deltas[-1]
-        sequence_met = last.stop_reason if isinstance(last.stop_reason, str) else None
+        stop_string = last.stop_reason if isinstance(last.stop_reason, str) else None
         if last.finish_reason == "length":
             reason = "max_tokens"
         elif any(block["type"] == "tool_use" for block in self.blocks):
             reason = "tool_use"
         else:
-            reason = "end_turn" if sequence_met is None else "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": sequence_met if reason == "stop_sequence" else None}
+            reason = "end_turn" if stop_string is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stop_string if reason == "stop_sequence" else None}
 
     def usage(self) -> dict[str, Any]:
-        """Counts of input tokens (read and cached), output tokens, and speculation."""
+        """Counts of input tokens (prefilled and cached), of output tokens, and of speculation."""
         return {
             "input_tokens": self.num_prompt - self.num_cached,
             "cache_creation_input_tokens": 0,

@@ -25,7 +25,7 @@ from forerun.serve.gate import Gate, OpenRequest
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-GUESSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+DRAFT_TOKENS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 MOST_POSITIONS = 16  # with an acceptance histogram per position
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
@@ -42,18 +42,19 @@ class EngineReader(Collector):
         stats, scheduler = self.llm.stats, self.llm.engine.scheduler
         num_drafts = stats.offered_at_depth[0] if stats.num_drafted else 0  # every draft has a token at depth 0
         counters = {
-            "spec_decode_num_drafts": ("Drafts that were judged.", num_drafts),
-            "spec_decode_num_draft_tokens": ("Guesses that were judged.", stats.num_drafted),
-            "spec_decode_num_accepted_tokens": ("Guesses that were accepted.", stats.num_accepted),
-            "spec_decode_num_rounds": ("Rounds of samples, with guesses and without.", stats.num_rounds),
-            "prefix_cache_queries": ("Tokens of prompts that were looked up.", stats.num_prefix_queries),
-            "prefix_cache_hits": ("Tokens of prompts that were known, and not read.", stats.num_prefix_hits),
+            "spec_decode_num_drafts": ("Drafts that were verified.", num_drafts),
+            "spec_decode_num_draft_tokens": ("Draft tokens that were verified.", stats.num_drafted),
+            "spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", stats.num_accepted),
+            "spec_decode_num_rounds": ("Rounds of samples, with and without a draft.", stats.num_rounds),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache, so not prefilled.", stats.num_prefix_hits),
             "generation_tokens": ("Tokens generated.", stats.num_emitted),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"forerun:{name}", text, value=value)
-        for what, counts in (("judged", stats.offered_at_depth), ("accepted", stats.accepted_at_depth)):
-            name, text = f"spec_decode_num_{what}_tokens_per_pos", f"Guesses {what}, by position."
+        at_depth = {"judged": ("verified", stats.offered_at_depth), "accepted": ("accepted", stats.accepted_at_depth)}
+        for part, (verb, counts) in at_depth.items():
+            name, text = f"spec_decode_num_{part}_tokens_per_pos", f"Draft tokens {verb}, by position."
             yield labelled(CounterMetricFamily, name, text, "position", dict(enumerate(list(counts))))
         yield from self.by_drafter(stats)
         yield from self.memory()
@@ -61,19 +62,19 @@ class EngineReader(Collector):
         yield GaugeMetricFamily("forerun:num_requests_running", "Samples in the batch.", value=len(scheduler.running))
         yield GaugeMetricFamily("forerun:num_requests_waiting", "Requests and samples that wait.", value=num_waiting)
         if stats.gain is not None:
-            text = "Times as fast as plain decoding, estimated from measured rounds since the start."
+            text = "Speed relative to plain decoding, estimated from the rounds measured since the start."
             yield GaugeMetricFamily("forerun:estimated_gain", text, value=stats.gain)
         if self.llm.forecasts:
-            text = "Times as fast as plain decoding, as expected at the start, by batch."
+            text = "Speed relative to plain decoding, as predicted at the start, by batch size."
             expected = {forecast.batch: forecast.gain for forecast in self.llm.forecasts}
             yield labelled(GaugeMetricFamily, "forecast_gain", text, "batch", expected)
 
     def by_drafter(self, stats: Stats) -> Iterator[Metric]:
         """Rounds and acceptance by drafter of a mix; empty for a single drafter."""
         kinds = {
-            "rounds": ("Rounds of samples for which the arm was chosen.", "num_rounds"),
-            "draft_tokens": ("Guesses of the arm.", "num_drafted"),
-            "accepted_tokens": ("Guesses of the arm that were accepted.", "num_accepted"),
+            "rounds": ("Rounds of samples for which the drafter was chosen.", "num_rounds"),
+            "draft_tokens": ("Draft tokens of the drafter.", "num_drafted"),
+            "accepted_tokens": ("Draft tokens of the drafter that were accepted.", "num_accepted"),
         }
         for name, (text, count) in kinds.items():
             counts = {self.llm.drafter_names[i]: getattr(each, count) for i, each in sorted(stats.drafters.items())}
@@ -82,14 +83,14 @@ class EngineReader(Collector):
     def memory(self) -> Iterator[Metric]:
         """The memory plan, and the share of the target's cache in use."""
         plan, blocks = self.llm.plan, self.llm.engine.runner.cache.blocks
-        text = "Memory by the plan: weights of all models, the target's cache, and each drafter's."
+        text = "Memory plan: weights of all models, and the caches of the target and of each drafter."
         sizes = {"weights": plan.weights_bytes, "target cache": plan.cache_bytes}
         sizes |= {f"{name} cache": size for name, size in plan.drafter_cache_bytes.items()}
         sizes |= {f"{name} memory": size for name, size in plan.remembered_bytes.items()}
         yield labelled(GaugeMetricFamily, "memory_bytes", text, "of", sizes)
-        taken = 1 - blocks.num_free / blocks.num_blocks
+        used = 1 - blocks.num_free / blocks.num_blocks
         yield GaugeMetricFamily(
-            "forerun:kv_cache_usage_perc", "Share of the target's cache that samples hold, 0 to 1.", value=taken
+            "forerun:kv_cache_usage_perc", "Share of the target's cache in use, from 0 to 1.", value=used
         )
 
 
@@ -104,7 +105,7 @@ def labelled(
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own; `reader` collects those of its engine."""
+    """The metrics of one server, in a separate registry; `reader` collects those of its engine."""
 
     def __init__(self, reader: Collector) -> None:
         self.registry = CollectorRegistry()
@@ -115,23 +116,23 @@ class Metrics:
 
         text = "From a request's arrival to the first token of any sample."
         self.first = histogram("time_to_first_token_seconds", text, LONG_S)
-        text = "Between tokens of a sample: the time between rounds, shared out over the tokens of the round."
+        text = "Between tokens of a sample: the time between rounds, divided by the tokens of the round."
         self.between = histogram("inter_token_latency_seconds", text, SHORT_S)
         text = "From a request's arrival to a place in the batch."
         self.queue = histogram("request_queue_time_seconds", text, LONG_S)
         text = "From a request's arrival to its last token."
         self.total = histogram("e2e_request_latency_seconds", text, LONG_S)
-        text = "Guesses that the controller chose for a sample in a round; none is a round of plain decoding."
-        self.depth = histogram("spec_decode_num_draft_tokens_per_round", text, GUESSES)
-        text = "Guesses accepted over guesses drafted, by sample."
+        text = "Draft tokens of a sample in a round; 0 for a round of plain decoding."
+        self.depth = histogram("spec_decode_num_draft_tokens_per_round", text, DRAFT_TOKENS)
+        text = "Accepted draft tokens / draft tokens, per sample."
         self.accepted = histogram("request_acceptance_rate", text, SHARES)
-        text = "Guesses accepted over guesses judged, by sample and position."
+        text = "Accepted draft tokens / verified draft tokens, per sample and position."
         self.accepted_at = histogram("request_acceptance_rate_per_pos", text, SHARES, "position")
         ProcessCollector(registry=self.registry)
         self.finished = Counter(
             "forerun:request_success", "Samples finished, by reason.", ["finished_reason"], registry=self.registry
         )
-        self.prompts = Counter("forerun:prompt_tokens", "Tokens of prompts, once each.", registry=self.registry)
+        self.prompts = Counter("forerun:prompt_tokens", "Prompt tokens, once per prompt.", registry=self.registry)
         self.answered = Counter("forerun:http_responses", "Answers, by status.", ["status"], registry=self.registry)
 
     def observe(self, entry: OpenRequest, delta: Delta, answers: Answers) -> None:
@@ -165,8 +166,8 @@ class Metrics:
         sample.count_into(counts)
         if counts.acceptance_rate is not None:
             self.accepted.observe(counts.acceptance_rate)
-        for position, share in enumerate(counts.acceptance_at_depth[:MOST_POSITIONS]):
-            self.accepted_at.labels(str(position)).observe(share)
+        for position, rate in enumerate(counts.acceptance_at_depth[:MOST_POSITIONS]):
+            self.accepted_at.labels(str(position)).observe(rate)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -1,7 +1,7 @@
 """The web page at `/`: its static files, and the settings of the model that it shows.
 
-The files ship with the package and load nothing from other hosts, which the Content-Security-Policy also enforces. They
-need no API key; the requests that the page sends do.
+The files are part of the package and load nothing from other hosts, which the Content-Security-Policy also enforces.
+They need no API key, but the requests that the page sends do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.serve.service import Service
 
 SCRIPTS = ("app.js", "fields.js", "stream.js", "lane.js", "talk.js", "charts.js", "uplot.min.js")
 STYLES = ("style.css", "uplot.min.css")
-FILES = {  # by address: the file and its type
+FILES = {  # by path: the file and its media type
     "/": ("index.html", "text/html"),
     **{f"/page/{name}": (name, "text/javascript") for name in SCRIPTS},
     **{f"/page/{name}": (name, "text/css") for name in STYLES},
@@ -50,7 +50,7 @@ def page_routes(service: Service) -> Iterator[tuple[str, PageHandler]]:
 
     async def settings(request: Request) -> Response:
         service.keys.tenant(request.headers.get("authorization"))  # raises without a valid key
-        return Response(json.dumps(settings_of(service)), media_type="application/json", headers=HEADERS)
+        return Response(json.dumps(page_settings(service)), media_type="application/json", headers=HEADERS)
 
     yield "/page/settings", settings
 
@@ -60,15 +60,15 @@ async def page_file(content: bytes, kind: str, _: Request) -> Response:
     return Response(content, media_type=kind, headers=HEADERS)
 
 
-def settings_of(service: Service) -> dict[str, Any]:
+def page_settings(service: Service) -> dict[str, Any]:
     """The settings that the page shows: the model, its drafters, and the defaults of requests."""
     llm = service.llm
     options, params = llm.options, llm.get_default_sampling_params()
     try:
         llm.tokenizer.template().require()
-        chats = True
+        has_template = True
     except TokenizerError:
-        chats = False
+        has_template = False
     return {
         "model": service.model_name,
         "fingerprint": llm.fingerprint,
@@ -78,6 +78,6 @@ def settings_of(service: Service) -> dict[str, Any]:
         "arms": list(llm.drafter_names),
         "verification": options.verification,
         "speculation": {"depth": options.speculation.shown_depth, "width": options.speculation.width},
-        "chat": chats,
+        "chat": has_template,
         "defaults": {name: getattr(params, name) for name in DEFAULTS},
     }

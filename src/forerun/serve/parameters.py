@@ -1,7 +1,7 @@
-"""Parameters: the schema of each argument in a function's JSON schema.
+"""Parameters: finds the schema of each argument in a function's JSON schema.
 
-Tagged formats of tool calls write every argument separately and need to know which are strings. This file determines
-that, also for schemas with alternatives and references to definitions.
+Tagged formats of tool calls write every argument separately and need to know which ones are strings. This file
+determines that, including for schemas with alternatives and references to definitions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Schema = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class Room:
+class CopyLimit:
     """A limit on the schema members that may be copied, since references can repeat a schema exponentially often."""
 
     num_members: int = MOST_MEMBERS
@@ -39,16 +39,16 @@ class Room:
         return {name: value for name, value in schema.items() if name != word} if self.num_members >= 0 else {}
 
 
-def parameters_of(schema: Schema, room: Room | None = None) -> dict[str, list[Schema]]:
+def parameters_of(schema: Schema, limit: CopyLimit | None = None) -> dict[str, list[Schema]]:
     """The alternative schemas of every parameter, by name; a required parameter without a schema allows anything.
 
-    At most MOST_ALTERNATIVES + 1 of each are returned. Beyond the limit of `room` anything is allowed.
+    At most MOST_ALTERNATIVES + 1 are returned per parameter. Once `limit` is reached, schemas allow anything.
     """
-    room = room or Room()
+    limit = limit or CopyLimit()
     properties = object_of(schema).get("properties")
     named: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
     named |= {name: {} for name in required_of(schema) if name not in named}
-    return {name: list(islice(leaves(each, schema, room), MOST_ALTERNATIVES + 1)) for name, each in named.items()}
+    return {name: list(islice(leaves(each, schema, limit), MOST_ALTERNATIVES + 1)) for name, each in named.items()}
 
 
 def required_of(schema: Schema) -> list[str]:
@@ -59,7 +59,7 @@ def required_of(schema: Schema) -> list[str]:
 
 def object_of(schema: Schema) -> Schema:
     """The schema of the argument object, with references resolved."""
-    return next(leaves(schema, schema, Room()), {})
+    return next(leaves(schema, schema, CopyLimit()), {})
 
 
 def types_of(schema: Schema) -> dict[str, set[str]]:
@@ -69,28 +69,28 @@ def types_of(schema: Schema) -> dict[str, set[str]]:
     }
 
 
-def leaves(schema: Any, root: Schema, room: Room, depth: int = 0) -> Iterator[Schema]:
+def leaves(schema: Any, root: Schema, limit: CopyLimit, depth: int = 0) -> Iterator[Schema]:
     """The alternatives of a schema, each with at most one type. References to definitions are resolved."""
     if not isinstance(schema, Mapping) or depth > MOST_DEPTH:
         yield {}
         return
-    several = next((word for word in ALTERNATIVES if schema.get(word) and isinstance(schema[word], list)), None)
+    keyword = next((word for word in ALTERNATIVES if schema.get(word) and isinstance(schema[word], list)), None)
     if "$ref" in schema:
-        whole = room.joined(referred(schema["$ref"], root), room.without("$ref", schema))
-        yield from leaves(whole, root, room, depth + 1)
-    elif several is not None and (several != "allOf" or len(schema[several]) == 1):
-        rest = room.without(several, schema)
-        for each in schema[several]:
-            yield from leaves(room.joined(rest, each) if isinstance(each, Mapping) else each, root, room, depth + 1)
+        resolved = limit.joined(referred(schema["$ref"], root), limit.without("$ref", schema))
+        yield from leaves(resolved, root, limit, depth + 1)
+    elif keyword is not None and (keyword != "allOf" or len(schema[keyword]) == 1):
+        rest = limit.without(keyword, schema)
+        for each in schema[keyword]:
+            yield from leaves(limit.joined(rest, each) if isinstance(each, Mapping) else each, root, limit, depth + 1)
     elif isinstance(schema.get("type"), list):
         for each in schema["type"]:
-            yield from leaves(room.joined(schema, {"type": each}), root, room, depth + 1)
+            yield from leaves(limit.joined(schema, {"type": each}), root, limit, depth + 1)
     elif "type" not in schema and ("enum" in schema or "const" in schema):
         values: dict[str, list[Any]] = {}
         for value in schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]:
             values.setdefault(TYPES.get(type(value), "null"), []).append(value)
         for kind, enum in values.items():
-            yield room.joined(schema, {"enum": enum, "type": kind})
+            yield limit.joined(schema, {"enum": enum, "type": kind})
     else:
         yield schema
 

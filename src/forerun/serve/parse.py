@@ -1,4 +1,4 @@
-"""Parsing: turns request bodies into requests of the library, which checks the values themselves.
+"""Parsing: turns request bodies into requests of the library, which checks the values.
 
 This file maps the fields of a body to sampling parameters, prompts and options of the answer.
 """
@@ -35,7 +35,7 @@ MAX_TOKENS = 16  # default of completions in OpenAI's specification
 SEED_BITS = 53  # of generated seeds: JSON parsers keep such integers exactly
 LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 MOST_CHAT_LOGPROBS = 128
-FEW_LOGPROBS = 1 << 20  # per body: they take half a gigabyte of memory; a full context with 21 per token is allowed too
+MOST_LOGPROBS = 1 << 20  # per body, which takes half a gigabyte; a full context with 21 per token is always allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ParsedBody:
 
     `limit_field`: the field with the maximum number of output tokens, if any. `form`: the format of reasoning and tool
     calls. `body`: the body as sent, for answers that repeat parts of it. `drafters`: names of the drafters. With `echo`
-    a completion starts with its prompt; with `only_prompt` it is the prompt alone, and the one generated token is
+    a completion starts with its prompt; with `only_prompt` it is only the prompt, and the one generated token is
     hidden. `num_logprobs`: upper bound of the log-probabilities in the answers.
     """
 
@@ -66,19 +66,19 @@ class ParsedBody:
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
-def prepared(
+def prepare(
     body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
 ) -> tuple[ParsedBody, Answers]:
-    """Parse a body and create its sequences; nothing runs yet. Raises InvalidRequest or ApiError, naming a field."""
-    with prompt_named(PROMPTS[endpoint]):
+    """Parse a body and create its sequences, without running them. Raises InvalidRequest or ApiError with the field."""
+    with naming_prompt(PROMPTS[endpoint]):
         parsed = parse_body(body, endpoint, llm, tenant, settings)
         answers = llm.ask(parsed.requests)
-    require_room(parsed, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
-    most = max(FEW_LOGPROBS, 21 * llm.plan.max_model_len)
+    require_context(parsed, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
+    most = max(MOST_LOGPROBS, 21 * llm.plan.max_model_len)
     if (number := num_logprobs(answers)) > most:
         name = next((name for name in ("prompt_logprobs", "top_logprobs") if body.get(name) is not None), "logprobs")
-        problem = f"{number} log-probabilities, of all tokens, samples and prompts together, are more than {most}"
-        raise refused(name, f"{problem}: ask for fewer, or for fewer tokens, samples or prompts at once.")
+        problem = f"the body requests {number} log-probabilities, for all tokens, samples and prompts together"
+        raise refused(name, f"{problem}; at most {most} are possible: request fewer of any of these.")
     return replace(parsed, num_logprobs=number), answers
 
 
@@ -95,7 +95,7 @@ def num_logprobs(answers: Answers) -> int:
 
 
 @contextmanager
-def prompt_named(name: str) -> Iterator[None]:
+def naming_prompt(name: str) -> Iterator[None]:
     """Context in which PromptTooLong becomes an ApiError 400 that names this field."""
     try:
         yield
@@ -112,7 +112,7 @@ def parse_body(
         fields = {**fields, "messages": input_messages(fields), **input_tools(fields)}
     elif endpoint == "messages":
         if "max_tokens" not in fields:
-            raise missing("max_tokens", "give how many tokens the answer may have")
+            raise missing("max_tokens", "give the maximum number of tokens of the answer")
         fields = message_fields(fields)
     stream, stream_options = fields.get("stream", False), fields.get("stream_options", {})
     if stream_options and not stream:
@@ -120,14 +120,14 @@ def parse_body(
     params = params_of(fields, endpoint, llm)
     if stream and params.prompt_logprobs is not None:
         name = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
-        raise refused(name, "a stream has no log-probabilities of its prompt; leave out one of the two.")
+        raise refused(name, "a stream has no log-probabilities of the prompt: leave this or stream out.")
     speculation = speculation_of(fields.get("speculation"))
     chat = None if endpoint == "completions" else ChatBody.of(fields, llm, settings)
     tools = None if chat is None else tools_of(fields, lambda: call_form(llm.tokenizer, chat.options.chat_template))
     if tools is not None and endpoint == "responses" and params.logprobs is not None:
         field = "top_logprobs" if "top_logprobs" in fields else "include"
-        problem = "calls have no log-probabilities in responses; leave out it or the tools, or ask for a chat"
-        raise refused(field, f"{problem}.", UNSERVED)
+        problem = "responses with tools have no log-probabilities"
+        raise refused(field, f"{problem}: leave this or the tools out, or use /v1/chat/completions.", UNSERVED)
     if chat is None:
         requests, form = completion_requests(fields, params, speculation, tenant, llm), AnswerForm()
     else:
@@ -153,91 +153,91 @@ def parse_body(
         continuous_usage=bool(stream_options.get("continuous_usage_stats")),
         return_token_ids=fields.get("return_token_ids", False),
         echo=fields.get("echo", False),
-        only_prompt=asks_for_nothing(fields, endpoint),
+        only_prompt=is_only_prompt(fields, endpoint),
         drafters=llm.drafter_names,
         body=body,
     )
     if (num_samples := params.n * len(requests)) > MOST_SAMPLES_AT_ONCE:
-        problem = f"{num_samples} samples, of all prompts together, are more than {MOST_SAMPLES_AT_ONCE}"
-        raise refused("n", f"{problem}: ask for fewer at once.")
+        problem = f"the body requests {num_samples} samples, of all prompts together"
+        raise refused("n", f"{problem}: request at most {MOST_SAMPLES_AT_ONCE} at once.")
     return parsed
 
 
-def require_room(parsed: ParsedBody, prompt_lengths: Seq[int], room: int) -> None:
-    """Raise ApiError 400 if a prompt and the body's maximum number of output tokens exceed the context.
+def require_context(parsed: ParsedBody, prompt_lengths: Seq[int], context: int) -> None:
+    """Raise ApiError 400 if a prompt and the body's maximum number of output tokens exceed the context length.
 
-    A default limit, such as the model's own, is reduced instead: such an answer ends with "length".
+    A default maximum, such as the model's, is reduced instead: such an answer ends with "length".
     """
     params = parsed.requests[0].sampling_params
     if parsed.limit_field is None or params is None or params.max_tokens is None:
         return
     longest = max(prompt_lengths)
-    if longest + params.max_tokens > room:
+    if longest + params.max_tokens > context:
         raise refused(
             parsed.limit_field,
-            f"this model's maximum context length is {room} tokens, and {longest} of the prompt "
-            f"with {params.max_tokens} of the answer are more ({TOO_MANY_TOKENS}): ask for at most {room - longest}, "
-            "or leave it out.",
+            f"this model's maximum context length is {context} tokens, and {longest} tokens of the prompt with "
+            f"{params.max_tokens} of the answer exceed it ({TOO_MANY_TOKENS}): use at most {context - longest}, or "
+            "leave it out.",
             TOO_MANY_TOKENS,
         )
 
 
-def params_of(given: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> SamplingParams:
+def params_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> SamplingParams:
     """The sampling parameters of a body, with the model's defaults, and OpenAI's default of `max_tokens`."""
     defaults = llm.get_default_sampling_params()
-    values = {name: given[name] for name in SAMPLING if name in given}
+    values = {name: body[name] for name in SAMPLING if name in body}
     values.setdefault("seed", secrets.randbits(SEED_BITS))
-    if "n" in given:
+    if "n" in body:
         fix = f"use 1 or more answers per prompt, at most {MOST_SAMPLES_AT_ONCE}"
-        whole("n", given["n"], fix, 1, MOST_SAMPLES_AT_ONCE)
-    limits = [given[name] for name in LIMITS if name in given]
+        whole("n", body["n"], fix, 1, MOST_SAMPLES_AT_ONCE)
+    limits = [body[name] for name in LIMITS if name in body]
     if len(limits) == 2 and limits[0] != limits[1]:
-        raise refused("max_tokens", "max_completion_tokens says otherwise; use that one alone.")
+        raise refused("max_tokens", "it differs from max_completion_tokens: use only one of the two.")
     default = llm.generation_defaults.given.get("max_tokens")
     values["max_tokens"] = limits[0] if limits else default or (MAX_TOKENS if endpoint == "completions" else None)
-    if asks_for_nothing(given, endpoint):
-        values["max_tokens"] = 1  # the engine generates at least one; it is hidden
-    if "logit_bias" in given:
-        values["logit_bias"] = biases(given["logit_bias"])
-    values["logprobs"] = LOGPROBS[endpoint](given)
-    echoed = values["logprobs"] if given.get("echo") else None
+    if is_only_prompt(body, endpoint):
+        values["max_tokens"] = 1  # the engine generates at least one token, which is hidden
+    if "logit_bias" in body:
+        values["logit_bias"] = biases(body["logit_bias"])
+    values["logprobs"] = LOGPROBS[endpoint](body)
+    echoed = values["logprobs"] if body.get("echo") else None
     if echoed is not None and values.setdefault("prompt_logprobs", echoed) != echoed:
-        raise refused("prompt_logprobs", "logprobs with echo say otherwise; use one of the two.")
-    best = given.get("best_of")
-    if best is not None and (isinstance(best, bool) or best != given.get("n", 1)):
+        raise refused("prompt_logprobs", "it differs from logprobs, which with echo count for the prompt: use one.")
+    best = body.get("best_of")
+    if best is not None and (isinstance(best, bool) or best != body.get("n", 1)):
         raise unserved("best_of", best, "use n and choose by log-probability")
     try:
         return replace(defaults, **values)
     except InvalidRequest as error:
         names = {"max_tokens": LIMITS[:2], "logprobs": ("top_logprobs",)}.get(error.field, ())
         for name in names:
-            if name in given:
+            if name in body:
                 raise renamed(error, name) from error
         raise
 
 
-def asks_for_nothing(given: Mapping[str, Any], endpoint: Endpoint) -> bool:
-    """Whether a completion echoes its prompt and generates nothing (`max_tokens` 0). Raises ApiError without echo."""
-    limit = given.get("max_tokens")
+def is_only_prompt(body: Mapping[str, Any], endpoint: Endpoint) -> bool:
+    """Whether a completion echoes its prompt without an answer (`max_tokens` 0). Raises ApiError for 0 without echo."""
+    limit = body.get("max_tokens")
     if endpoint != "completions" or isinstance(limit, bool) or limit != 0:
         return False
-    if not given.get("echo"):
-        raise refused("max_tokens", "0 leaves no answer: ask for 1 or more, or for the prompt with echo.")
+    if not body.get("echo"):
+        raise refused("max_tokens", "0 is possible only with echo: use 1 or more.")
     return True
 
 
-def chat_logprobs(given: Mapping[str, Any]) -> int | None:
+def chat_logprobs(body: Mapping[str, Any]) -> int | None:
     """The number of alternatives per token in a chat; None for no log-probabilities."""
-    is_asked, top = given.get("logprobs", False), given.get("top_logprobs")
-    if top and not is_asked:
-        raise refused("top_logprobs", "it needs logprobs: true.")
+    is_requested, top = body.get("logprobs", False), body.get("top_logprobs")
+    if top and not is_requested:
+        raise refused("top_logprobs", "it requires logprobs: true.")
     if top is not None:
         top = whole("top_logprobs", top, f"use a number up to {MOST_CHAT_LOGPROBS}", 0, MOST_CHAT_LOGPROBS)
-    return (top or 0) if is_asked else None
+    return (top or 0) if is_requested else None
 
 
 LOGPROBS: Mapping[Endpoint, Callable[[Mapping[str, Any]], Any]] = {
-    "completions": lambda given: given.get("logprobs"),
+    "completions": lambda body: body.get("logprobs"),
     "chat": chat_logprobs,
     "responses": response_logprobs,
     "messages": lambda _: None,
@@ -253,7 +253,7 @@ def biases(values: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def speculation_of(value: Any) -> SpeculationOption:
-    """`speculation` as the library takes it; an object has the fields of Speculation, whose default depth is "auto"."""
+    """The library's value for `speculation`; an object has the fields of Speculation, whose default depth is "auto"."""
     if not isinstance(value, dict):
         return value  # type: ignore[no-any-return]
     options = {name: each for name, each in value.items() if each is not None}
@@ -261,10 +261,10 @@ def speculation_of(value: Any) -> SpeculationOption:
 
 
 def completion_requests(
-    given: Mapping[str, Any], params: SamplingParams, speculation: SpeculationOption, tenant: str, llm: LLM
+    body: Mapping[str, Any], params: SamplingParams, speculation: SpeculationOption, tenant: str, llm: LLM
 ) -> Seq[Request]:
     """One request for each prompt of a completion: text, token ids, or a list of either."""
-    prompt = given.get("prompt")
+    prompt = body.get("prompt")
     if prompt is None:
         raise missing("prompt", "give text or token ids")
     if not isinstance(prompt, str) and not prompt:
@@ -272,12 +272,12 @@ def completion_requests(
     one = isinstance(prompt, str) or all(isinstance(item, int) for item in prompt)
     prompts = [prompt] if one else prompt
     if len(prompts) > MOST_SAMPLES_AT_ONCE:
-        raise refused("prompt", f"these are {len(prompts)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
+        raise refused("prompt", f"it is a list of {len(prompts)} prompts: give at most {MOST_SAMPLES_AT_ONCE}.")
     for each in prompts:
         if not isinstance(each, str | list):
             raise refused("prompt", f"{shown(each)} must be text or a list of token ids.")
     requests = requests_of(prompts, params, speculation, tenant)
-    if given.get("add_special_tokens", True):
+    if body.get("add_special_tokens", True):
         return requests
     encode, most = llm.tokenizer.encode_within, llm.plan.max_model_len
     return [

@@ -16,7 +16,7 @@ from forerun.sampling.grammar import Grammar
 from forerun.serve.call_grammar import lark_tag
 from forerun.serve.calls import CallForm, Functions, ToolCall, call_of, parse_json
 from forerun.serve.growing import BLANKS, GrowingText, Literals, Scan, tags_of, unbroken
-from forerun.serve.harmony import MARKS, STOPS, callee, final_grammar, head, is_analysis
+from forerun.serve.harmony import MARKS, STOPS, callee, final_grammar, is_analysis, read_header
 from forerun.serve.logprob_text import TokenTexts
 
 PartKind = Literal["reasoning", "content", "call"]
@@ -46,8 +46,7 @@ def reasons(template: str) -> bool:
 def reasoning_tags(template: str, prompt: str, continued: str | None = None) -> ReasoningTags | None:
     """The reasoning tags of answers to `prompt`, which this template rendered; None for answers without reasoning.
 
-    Whether the opening tag is already written is found at the prompt's end or, if the answer continues a message, in
-    its text `continued`.
+    The opening tag may already be at the prompt's end or, if the answer continues a message, in its text `continued`.
     """
     for tags in TAGS:
         if tags.closing not in template:
@@ -63,7 +62,7 @@ def reasoning_tags(template: str, prompt: str, continued: str | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """A piece of reasoning or text, or a whole tool call."""
+    """A piece of reasoning or text, or a complete tool call."""
 
     kind: PartKind
     text: str = ""
@@ -92,7 +91,7 @@ class AnswerForm:
         return self.reasoning is not None or self.begun is not None
 
     def around(self, grammar: Grammar) -> Grammar:
-        """The grammar of a whole answer: reasoning, if any, followed by text that matches `grammar`."""
+        """The grammar of a complete answer: reasoning, if any, followed by text that matches `grammar`."""
         tags = self.reasoning
         if self.begun is not None:
             return final_grammar(grammar, self.begun)
@@ -106,7 +105,7 @@ class AnswerForm:
 
 
 class AnswerSplitter:
-    """Splits one growing answer into its parts. `kind` is the kind of the text at its end, as far as is known."""
+    """Splits one growing answer into its parts. `kind` is the kind of the text at its end, if already known."""
 
     def __init__(self, form: AnswerForm) -> None:
         self.form = form
@@ -114,7 +113,7 @@ class AnswerSplitter:
         self.text = GrowingText()
         self.literals = Literals(form.special)
         self.shown: set[SplitState] = set()
-        self.joint = ""  # prefix of the next text part
+        self.separator = ""  # prefix of the next text part
         self.num_calls = 0  # in the parts so far
         self.parts: list[AnswerPart] = []
         self.steps = self.tagged() if form.begun is None else self.channels()
@@ -128,7 +127,7 @@ class AnswerSplitter:
         return parts
 
     def take(self, delta: Delta) -> list[AnswerPart]:
-        """Append a delta; returns the parts that are now certain, with the last delta all."""
+        """Append a delta; returns the parts that are now certain; after the last delta, all remaining parts."""
         text = "".join(self.literals.broken(segment.text, segment.special) for segment in delta.segments)
         return self.feed(text) + (self.close() if delta.finish_reason else [])
 
@@ -140,9 +139,9 @@ class AnswerSplitter:
     def show(self, text: str) -> None:
         """Add a text part."""
         if text := unbroken(text):
-            self.parts.append(AnswerPart("reasoning" if self.kind == "reasoning" else "content", self.joint + text))
+            self.parts.append(AnswerPart("reasoning" if self.kind == "reasoning" else "content", self.separator + text))
             self.shown.add(self.kind)
-            self.joint = ""
+            self.separator = ""
 
     def called(self, calls: Seq[ToolCall]) -> None:
         """Add a part for each call."""
@@ -167,7 +166,7 @@ class AnswerSplitter:
             start = text.at
             calls = yield from form.calls(text, self.form.functions)
             yield from text.run(BLANKS)
-            if calls and text.over:
+            if calls and text.is_over:
                 return self.called(calls)
             text.at = start
         while (tag := (yield from self.upto("content", *([form.tag] if form and form.opening else [])))) and form:
@@ -191,22 +190,22 @@ class AnswerSplitter:
     def channels(self) -> Scan[None]:
         """Parse an answer in Harmony, whose messages have channels, and are calls if their recipient is a function."""
         text = self.text
-        while not text.over:
+        while not text.is_over:
             self.kind = "reasoning"
-            header = yield from head(text)
+            header = yield from read_header(text)
             start, call, stop = text.at, None, ""
             if name := callee(header, self.form.functions):
                 yield from text.run(BLANKS)
                 value = parse_json((yield from text.json()))
                 yield from text.run(BLANKS)
                 stop = yield from text.one_of(STOPS)
-                call = call_of(name, value, self.form.functions) if stop or text.over else None
+                call = call_of(name, value, self.form.functions) if stop or text.is_over else None
             if call is not None:
                 self.called([call])
             else:
                 text.at = start
                 kind: SplitState = "reasoning" if is_analysis(header) else "content"
-                self.joint = "\n" if kind in self.shown else ""
+                self.separator = "\n" if kind in self.shown else ""
                 stop = yield from self.upto(kind, *STOPS)
                 self.show(text.before)
             text.at -= len(stop) if stop in MARKS else 0

@@ -1,6 +1,6 @@
 """Problems: errors as HTTP responses in OpenAI's format.
 
-This file maps every error of the package to a status and a code. The text of an unexpected error goes to the log, not
+This file maps every error of the package to a status and a code. The text of an unexpected error is logged and not sent
 to the client.
 """
 
@@ -29,21 +29,21 @@ TOO_LONG = "took_too_long"
 OUT_OF_MEMORY = "out_of_memory"
 MISSING, UNSERVED = "missing_required_parameter", "unsupported_parameter"
 TOO_MANY_TOKENS = "context_length_exceeded"
-OTHERS = "Other requests go on."
-NO_MEMORY = "the server has no memory left for this request: ask for less at once."
-CLOSED = "the server is shutting down or its engine has stopped, so this request is not answered to its end."
+OTHERS = "Other requests are not affected."
+NO_MEMORY = "the server has not enough memory for this request: request fewer tokens, samples or prompts at once."
+CLOSED = "the server is shutting down or its engine has stopped, so the answer is incomplete."
 ERRORS: Mapping[type[BaseException], tuple[int, str, str]] = {  # status, code, message; the first that fits counts
     ChatTemplateError: (400, "invalid_value", "{}"),
     UnknownKeyword: (400, "invalid_value", "{}"),
     TokenizerError: (400, "invalid_value", "{}"),
-    RecursionError: (400, "invalid_value", "the body is nested too deep."),  # to encode again, though it was parsed
+    RecursionError: (400, "invalid_value", "the body is nested too deeply."),  # it can be parsed but not encoded again
     OutOfMemory: (503, OUT_OF_MEMORY, "{} " + OTHERS),
     MemoryError: (503, OUT_OF_MEMORY, f"{NO_MEMORY} {OTHERS}"),
-    RequestFailed: (500, "round_failed", "the engine failed at this request and has ended it; others go on. {}"),
+    RequestFailed: (500, "round_failed", f"the engine failed in a round of this request. {OTHERS} {{}}"),
     ReplicaLost: (503, "replica_lost", "{}"),
     EngineClosed: (503, "engine_closed", CLOSED),
     ForerunError: (500, "engine_error", "{}"),
-    BaseException: (500, "internal_error", f"the server met an unexpected error, which is in its log. {OTHERS}"),
+    BaseException: (500, "internal_error", f"an unexpected error occurred; the server's log has the details. {OTHERS}"),
 }
 
 
@@ -86,7 +86,7 @@ class ApiError(Exception):
 
 
 def refused(place: str, problem: str, code: str = "invalid_value", param: str | None = None) -> ApiError:
-    """The ApiError 400 for an invalid value at a place such as `tools[0]`; `param` is by default the field it is in."""
+    """The ApiError 400 for an invalid value at a place such as `tools[0]`; `param` is by default its field."""
     return ApiError(400, f"{place}: {problem}", code=code, param=param or place.partition("[")[0])
 
 
@@ -101,7 +101,7 @@ def unserved(place: str, value: object, answer: str, param: str | None = None) -
 
 
 def renamed(error: InvalidRequest, field: str, code: str = "invalid_value") -> ApiError:
-    """The library's error for a value as the ApiError 400 of the field that has it in a body."""
+    """The library's error for a value, as an ApiError 400 that names the body's field with that value."""
     return ApiError(400, str(error).replace(error.field, field, 1), code=code, param=field)
 
 

@@ -30,7 +30,7 @@ FINISHED, LEFT = "finished", "client_left"
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 REQUESTS = "forerun.serve.requests"
-LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.ERROR}  # its warnings are about invalid requests
+LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.ERROR}  # uvicorn warns of invalid requests
 ATTRIBUTES = {  # of spans: the field of the record
     "gen_ai.operation.name": "endpoint",
     "gen_ai.request.model": "model",
@@ -44,16 +44,16 @@ ATTRIBUTES = {  # of spans: the field of the record
     "gen_ai.latency.e2e": "total_s",
     **{f"forerun.{name}": name for name in ("outcome", "tenant", "request_id", "num_drafted", "num_accepted", "gain")},
 }
-EXTRA = "sending traces needs OpenTelemetry's SDK and its OTLP exporter: pip install 'forerun[otel]'"
-CHOSEN = ("request_id", "session_id")  # set by clients, so they are quoted in the log
+EXTRA = "sending traces requires OpenTelemetry's SDK and its OTLP exporter: pip install 'forerun[otel]'"
+SET_BY_CLIENTS = ("request_id", "session_id")  # quoted in the log
 request_log = logging.getLogger(REQUESTS)
 
 
 def record_of(entry: OpenRequest, writer: Writer, outcome: str) -> Record:
     """The record of a request, from its arrival until now.
 
-    `outcome` is "finished", "client_left", or the code of the error that ended it. Seconds count from the arrival; None
-    if the event did not happen. `request_id` is the x-request-id of the answer.
+    `outcome` is "finished", "client_left", or the code of the error that ended it. Times are seconds since the arrival;
+    None if the event did not happen. `request_id` is the x-request-id of the answer.
     """
     counts = writer.answers.counts()
     return {
@@ -81,13 +81,13 @@ def log_request(record: Record) -> None:
     """Write the log line of a record, with numbers rounded."""
     rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in record.items()}
     fields = {name: value for name, value in rounded.items() if name != "model"}
-    shown = {**fields, **{name: json.dumps(record[name]) for name in CHOSEN if record[name]}}
+    shown = {**fields, **{name: json.dumps(record[name]) for name in SET_BY_CLIENTS if record[name]}}
     text = " ".join(f"{name}={value}" for name, value in shown.items() if name != "outcome")
     request_log.info("%s %s", record["outcome"], text, extra={"fields": fields})
 
 
 class JsonLines(logging.Formatter):
-    """Formats log records as one JSON object a line: time, level, logger, message, and the record's fields."""
+    """Formats log records as one JSON object per line: time, level, logger, message, and the record's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one log record."""
@@ -149,13 +149,13 @@ class SpanSink:
         from opentelemetry.trace import Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        above = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
-        began_s = time.time() - record["total_s"]
-        marks = [0.0, *(record[name] for name in ("queue_s", "first_token_s", "total_s"))]
-        times = [None if mark is None else int((began_s + mark) * 1_000_000_000) for mark in marks]
+        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+        arrived_s = time.time() - record["total_s"]
+        offsets_s = [0.0, *(record[name] for name in ("queue_s", "first_token_s", "total_s"))]
+        times = [None if offset is None else int((arrived_s + offset) * 1_000_000_000) for offset in offsets_s]
         attributes = {name: record[field] for name, field in ATTRIBUTES.items() if record[field] is not None}
         span = self.tracer.start_span(
-            "llm_request", context=above, kind=trace.SpanKind.SERVER, attributes=attributes, start_time=times[0]
+            "llm_request", context=parent, kind=trace.SpanKind.SERVER, attributes=attributes, start_time=times[0]
         )
         if record["outcome"] != FINISHED:
             span.set_status(Status(StatusCode.ERROR, record["outcome"]))

@@ -44,7 +44,7 @@ class OutputItem:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The fields of events that locate what an item contains."""
+        """The fields of events that identify the item and its content part."""
         place = {"item_id": self.id, "output_index": self.index}
         return place if self.call is not None else {**place, "content_index": 0}
 
@@ -72,7 +72,7 @@ class ResponseWriter(Writer):
 
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
     items: list[OutputItem] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of tokens whose kind is undecided
+    entries: list[dict[str, Any]] = field(default_factory=list)  # log-probabilities of tokens of undecided kind
     num_events: int = 0
     counter: TokenCounter = field(init=False)
 
@@ -91,7 +91,7 @@ class ResponseWriter(Writer):
         return [self.event(f"response.{k}", response=self.response("in_progress")) for k in kinds] + self.take(delta)
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """The last event, with the whole response."""
+        """The last event, with the complete response."""
         response = self.response()
         return [self.event(f"response.{response['status']}", response=response)]
 
@@ -117,7 +117,7 @@ class ResponseWriter(Writer):
         events: list[dict[str, Any]] = []
         for part in parts:
             if part.call is not None or not self.items or self.items[-1].kind != part.kind:
-                events += self.close("stop") + self.opened(part)
+                events += self.close("stop") + self.open(part)
             events += self.grow(part, logprobs if part.kind == "content" else [])
             logprobs = [] if part.kind == "content" else logprobs
         return events + (self.close(delta.finish_reason) if delta.finish_reason else [])
@@ -129,7 +129,7 @@ class ResponseWriter(Writer):
         self.entries = entries[len(kinds) :]
         return [entry for kind, entry in zip(kinds, entries, strict=False) if kind == "content"]
 
-    def opened(self, part: AnswerPart) -> list[dict[str, Any]]:
+    def open(self, part: AnswerPart) -> list[dict[str, Any]]:
         """Add an empty item for this part; returns the events."""
         item = OutputItem(part.kind, f"{IDS[part.kind]}_{secrets.token_hex(24)}", len(self.items), part.call)
         self.items.append(item)
@@ -139,7 +139,7 @@ class ResponseWriter(Writer):
         return events
 
     def grow(self, part: AnswerPart, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add a part to the last item, which a call completes; returns the events."""
+        """Add a part to the last item, which is complete after a call; returns the events."""
         item, text = self.items[-1], part.text if part.call is None else part.call.arguments
         item.text += text
         item.logprobs += logprobs

@@ -1,9 +1,10 @@
 """The fields of request bodies: one table of the fields of OpenAI's, Anthropic's and vLLM's servers.
 
-`body.py` checks bodies against this table. Each name has one of three classes. "served" has its effect. "idle" is
-accepted and ignored, because it cannot change the text. "unserved" would change the text or request a feature that
-does not exist here: it is refused, unless its value is a harmless default. All other names are unknown, and refused.
-The OpenAPI document is generated from the table; it has types but no bounds, since those depend on the model.
+`body.py` checks bodies against this table. Each field has one of three classes. A "served" field has its effect. An
+"idle" one is accepted and ignored, because it cannot change the text. An "unserved" one would change the text or
+request a feature that does not exist here; it is refused unless its value is a harmless default. All other names are
+unknown, and refused. The OpenAPI document is generated from the table; it has types but no bounds, since those depend
+on the model.
 """
 
 from __future__ import annotations
@@ -95,13 +96,13 @@ STRUCTURED = {
     "structural_tag": _not(answer="use one of " + ", ".join(FORMS)),
     "whitespace_pattern": _not(answer="use disable_any_whitespace"),
     **_idle("disable_fallback"),  # there is only one grammar engine
-    "disable_additional_properties": _not(False, answer="say it in the schema"),
+    "disable_additional_properties": _not(False, answer="use additionalProperties in the schema"),
 }
 STREAM_OPTIONS = {
     **_served("boolean", "include_usage", "continuous_usage_stats"),
     **_idle("include_obfuscation"),  # it pads chunks and does not change the text
 }
-VERBOSITY = _not("medium", answer="say it in the prompt")
+VERBOSITY = _not("medium", answer="describe it in the prompt")
 REASONING = {
     **_served("", "effort"),
     **dict.fromkeys(("summary", "generate_summary", "context"), _not("auto")),
@@ -115,7 +116,7 @@ PART = {  # of the content of a message
 }
 FUNCTION_CALL = _served("", "name", "arguments") | _idle("parsed_arguments")
 CALL = {**_served("", "id", "type"), "function": _object(FUNCTION_CALL), **_idle("index")}
-MESSAGE = {  # of a chat; templates may use others too
+MESSAGE = {  # of a chat; templates may use other fields too
     **_served("", "role", "name", "tool_call_id", "reasoning_content", "reasoning"),
     "content": _object(PART),
     "tool_calls": _object(CALL),
@@ -130,9 +131,9 @@ ITEM = {  # of the input of a response
     **dict.fromkeys(("namespace", "caller"), _not()),
 }
 SAMPLING = _parameters(SamplingParams, "logit_bias", "logprobs", "logits_processors", "grammar")
-OF_SAMPLES = ("max_tokens", "n", "prompt_logprobs")  # /v1/responses has other names for them, or none
+SAMPLE_FIELDS = ("max_tokens", "n", "prompt_logprobs")  # /v1/responses has other names for them, or none
 SHARED = {  # of completions, chats, responses and messages
-    **{name: field for name, field in SAMPLING.items() if name not in OF_SAMPLES},
+    **{name: field for name, field in SAMPLING.items() if name not in SAMPLE_FIELDS},
     **_served("string", "model"),
     **_served("object", "logit_bias"),
     **_served("boolean", "stream"),
@@ -144,19 +145,19 @@ TEXT = {  # of completions, chats and responses
     "stream_options": _object(STREAM_OPTIONS, "object"),
     **_served("", *(f"guided_{form}" for form in FORMS)),
     **_idle("user", "request_id", "cache_salt"),
-    "allowed_token_ids": _not(answer="give all others a logit_bias"),
+    "allowed_token_ids": _not(answer="give all other tokens a logit_bias"),
     "kv_transfer_params": _not(),
-    "length_penalty": _not(1.0, 1, answer="forerun samples; use 1"),
-    "logits_processors": _not([], answer="the library takes functions; a server does not"),
+    "length_penalty": _not(1.0, 1, answer="forerun has no beam search; use 1"),
+    "logits_processors": _not([], answer="only the library supports them, not the server"),
     "mm_processor_kwargs": _not(answer="forerun reads text only; leave it out"),
     "priority": _not(0, answer="tenants take turns; use 0"),
     "spaces_between_special_tokens": _not(True, answer="use true"),
     "truncate_prompt_tokens": _not(answer="cut the token ids and give them as the prompt"),
-    "use_beam_search": _not(False, answer="forerun samples; use n"),
+    "use_beam_search": _not(False, answer="forerun has no beam search; use n"),
     "vllm_xargs": _not(),
 }
 SAMPLES = {  # of completions and chats
-    **{name: SAMPLING[name] for name in OF_SAMPLES},
+    **{name: SAMPLING[name] for name in SAMPLE_FIELDS},
     **_served("boolean", "return_token_ids", "draft_details"),
     "response_format": FORMAT,
     "return_tokens_as_token_ids": _not(False, answer="use return_token_ids"),
@@ -203,10 +204,10 @@ CHAT = {
     "web_search_options": _not(),
     "verbosity": VERBOSITY,
     "thinking_token_budget": _not(),
-    "echo": _not(False, answer="who sent the messages knows them"),
+    "echo": _not(False, answer="only /v1/completions repeats the prompt"),
     "prompt": _not(answer="/v1/completions takes it"),
 }
-KEPT = "nothing is kept here: give the whole conversation as input"
+NOT_STORED = "the server does not store conversations: give the entire conversation as input"
 RESPONSES = {
     **TEXT,
     **TALK,
@@ -220,8 +221,8 @@ RESPONSES = {
     "background": _not(False, answer="wait for the answer, or read it as a stream"),
     "context_management": _not(answer="shorten the input"),
     "truncation": _not("disabled", answer="shorten the input"),
-    **dict.fromkeys(("conversation", "previous_response_id"), _not(answer=KEPT)),
-    "prompt": _not(answer="nothing is kept here: write the text as input"),
+    **dict.fromkeys(("conversation", "previous_response_id"), _not(answer=NOT_STORED)),
+    "prompt": _not(answer="the server does not store prompts: give the text as input"),
 }
 BLOCK = {  # of the content of one of Anthropic's messages
     **_served("", "type", "text", "thinking", "id", "name", "input", "tool_use_id"),
@@ -229,18 +230,18 @@ BLOCK = {  # of the content of one of Anthropic's messages
     **_idle("cache_control", "citations", "signature", "caller", "toolset_name"),
     **_idle("is_error"),  # the content tells the model
     "source": NO_TEXT,
-    "data": _not(answer="nothing here reads reasoning that is encrypted; leave the block out"),
+    "data": _not(answer="the server cannot read encrypted reasoning; leave the block out"),
 }
 TOOL = {  # of Anthropic's
     **_served("", "type", "name", "description", "input_schema", "strict"),
     **_idle("cache_control", "eager_input_streaming"),
-    "defer_loading": _not(False, answer="every tool is shown"),
+    "defer_loading": _not(False, answer="every tool is loaded; leave it out"),
     "allowed_callers": _not(["direct"]),
     "input_examples": _not([], answer="write them into the description"),
 }
 THINKING = {
     **_served("", "type", "display"),
-    "budget_tokens": _not(answer='there are no budgets; use {"type": "adaptive"}, and max_tokens for all'),
+    "budget_tokens": _not(answer='there is no budget for thinking; use {"type": "adaptive"} and max_tokens'),
 }
 TOOL_CHOICE = _served("", "type", "name") | _served("boolean", "disable_parallel_tool_use")
 MESSAGES = {

@@ -1,7 +1,7 @@
 """The server: runs the application on a socket until a signal. Only this file and `connections.py` import uvicorn.
 
-The first SIGTERM or Ctrl-C drains: open requests are answered, new ones get 503, and then the server exits. A second
-one exits at once.
+After the first SIGTERM or Ctrl-C the server drains: it answers the open requests, refuses new ones with 503, and then
+exits. At a second signal it exits at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from forerun.errors import InvalidRequest
-from forerun.serve.access import is_loopback, warn_of_readers
+from forerun.serve.access import is_loopback, warn_if_readable
 from forerun.serve.app import application
 from forerun.serve.connections import GRACE_S, HEAD_S, Connection, Connections, keep_little_unsent, most_connections
 from forerun.serve.envelope import MOST_HEAD_BYTES
@@ -29,7 +29,7 @@ from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 
 BACKLOG = 512  # of connections that are not accepted yet
-LOOK_S = 0.02  # polling interval while answers are being sent
+POLL_S = 0.02  # polling interval while answers are being sent
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +56,7 @@ class DrainingServer(uvicorn.Server):
         )
         super().__init__(config)
         self.service = service
-        self.tell_started = started
+        self.on_started = started
         self.connections = Connections(most_connections(BACKLOG), service.settings.request_s)
         self.signalled: int | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -74,7 +74,7 @@ class DrainingServer(uvicorn.Server):
             server = await self.loop.create_server(self.connection, sock=sock, backlog=self.config.backlog, **tls)
             self.servers.append(server)
         self.started = True
-        self.tell_started()
+        self.on_started()
 
     def connection(self) -> Connection:
         """The protocol of a new connection."""
@@ -88,7 +88,7 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections and stop the service."""
         if self.force_exit:
-            log.warning("A second signal: %d answers that were not sent are ended.", self.connections.num_busy)
+            log.warning("Second signal: %d unfinished answers are cut off.", self.connections.num_busy)
         self.connections.close()
         await super().shutdown(sockets)
         await asyncio.to_thread(self.service.close)
@@ -108,30 +108,30 @@ class DrainingServer(uvicorn.Server):
         self.service.uploads.end(gate.shutting_down())
         if self.draining is None:
             most_s = self.service.settings.drain_s
-            log.info("Shutting down: no new requests; %d are answered first, within %g s.", gate.num_in, most_s)
-            self.draining = asyncio.ensure_future(self.end_when_empty())
+            log.info("Shutting down: %d open requests are answered first, within %g s.", gate.num_in, most_s)
+            self.draining = asyncio.ensure_future(self.exit_when_drained())
 
-    async def end_when_empty(self) -> None:
+    async def exit_when_drained(self) -> None:
         """Exit when every answer has been sent, or after `drain_s`."""
         most_s = self.service.settings.drain_s
-        sent = await self.all_sent(most_s)
+        sent = await self.wait_until_sent(most_s)
         if self.force_exit:
             return
         if sent:
-            log.info("Every request is answered; the server ends.")
+            log.info("All requests are answered; the server exits.")
         else:
-            log.warning("%d answers that were not sent after %g s are ended.", self.connections.num_busy, most_s)
+            log.warning("%d answers are unfinished after %g s and are cut off.", self.connections.num_busy, most_s)
             await asyncio.to_thread(self.service.close)
-            await self.all_sent(GRACE_S)  # for their error events
+            await self.wait_until_sent(GRACE_S)  # the streams end with an error event
         self.should_exit = True
 
-    async def all_sent(self, most_s: float) -> bool:
-        """Wait up to `most_s` seconds until every request is answered; False if the time is over."""
+    async def wait_until_sent(self, most_s: float) -> bool:
+        """Wait up to `most_s` seconds until every request is answered; False if that takes longer."""
         end_s = time.monotonic() + most_s
         while self.service.gate.num_in or self.connections.num_busy:
             if time.monotonic() >= end_s:
                 return False
-            await asyncio.sleep(min(LOOK_S, most_s))
+            await asyncio.sleep(min(POLL_S, most_s))
         return True
 
 
@@ -144,25 +144,27 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
             sock = stack.enter_context(socket.socket(family, kind, protocol))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
-            stack.pop_all()  # it stays open
+            stack.pop_all()  # keeps the socket open
             return sock
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
         field, fix = (
-            ("port", "name another, or 0 for a free one") if is_port else ("host", "name one of this machine's")
+            ("port", "name another port, or 0 for any free one")
+            if is_port
+            else ("host", "name an address of this machine")
         )
-        where = f"{settings.host}:{settings.port}"
-        raise InvalidRequest(field, f"{where} cannot be listened on ({reason}): {fix}.") from error
+        bound = f"{settings.host}:{settings.port}"
+        raise InvalidRequest(field, f"the server cannot listen on {bound} ({reason}): {fix}.") from error
 
 
 def serve(service: Service, sock: socket.socket, started: Callable[[], None]) -> int:
     """Serve until a signal; returns the exit status (130 after Ctrl-C). `started` is called once it listens."""
     settings = service.settings
     if not is_loopback(settings.host) and settings.api_keys is None:
-        log.warning("Anyone who can reach %s can use this server, since there is no --api-keys.", settings.host)
+        log.warning("Anyone who can reach %s can use this server: --api-keys restricts access.", settings.host)
     if settings.api_keys is not None:
-        warn_of_readers(settings.api_keys)
+        warn_if_readable(settings.api_keys)
     server = DrainingServer(service, started)
     gc.collect()
     gc.freeze()  # a full collection over the loaded model takes 0.3 s and blocks all requests

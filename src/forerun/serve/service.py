@@ -30,20 +30,20 @@ from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.logprob_text import TokenTexts
 from forerun.serve.message_answers import MessageWriter
 from forerun.serve.metrics import EngineReader, Metrics
-from forerun.serve.parse import prepared
+from forerun.serve.parse import prepare
 from forerun.serve.problems import TOO_LONG, ApiError, problem_of
 from forerun.serve.records import FINISHED, LEFT, SpanSink, log_request, record_of
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
 from forerun.serve.settings import BODY_S, ServeSettings, served_name
-from forerun.serve.structured import FIELDS_OF_FORM
-from forerun.serve.uploads import OneByOne, Uploads
+from forerun.serve.structured import FORMAT_FIELDS
+from forerun.serve.uploads import SerialRunner, Uploads
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-SLOW_FIELDS = ("chat_template", "tools", *FIELDS_OF_FORM)
+SLOW_FIELDS = ("chat_template", "tools", *FORMAT_FIELDS)
 LONG_BODY_BYTES = 1 << 13  # parsing a shorter body is cheap compared with the rest of its request
-NUM_SLOW_BODIES = 2  # processed at once, each with its own process for templates or grammars
-QUICK_LOGPROBS = 2000  # encoding so many takes some milliseconds
+NUM_SLOW_BODIES = 2  # processed at the same time, each with a process for templates or grammars
+QUICK_LOGPROBS = 2000  # encoding this many takes some milliseconds
 T = TypeVar("T")
 WRITERS: Mapping[Endpoint, Callable[..., Writer]] = {
     "completions": AnswerWriter,
@@ -56,16 +56,16 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Front(Protocol):
-    """The interface between a service and its engine(s): `end` is the error that stopped it, None while it runs."""
+    """A service's interface to its engine or engines: `end` is the error that stopped it, None while it runs."""
 
     end: BaseException | None
     closing: bool
 
     def close(self) -> None:
-        """Stop; waiting requests get an error."""
+        """Stop the engine; unfinished requests get an error."""
 
     def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
-        """Raise an error in the readers of these sequences."""
+        """Raise an error in the tasks that read the deltas of these sequences."""
 
 
 class ClientGone(Exception):
@@ -88,7 +88,7 @@ class Service:
         self.metrics = Metrics(self.reader())
         self.texts = TokenTexts(llm.tokenizer)
         self.started = int(time.time())
-        self.long_bodies = OneByOne()
+        self.long_bodies = SerialRunner()
         self.slow_bodies = ThreadPoolExecutor(NUM_SLOW_BODIES, "slow bodies")
         self.long_prompts = ThreadPoolExecutor(1, "long prompts")
         self.long_answers = ThreadPoolExecutor(1, "long answers")
@@ -101,7 +101,7 @@ class Service:
         return self.settings.served_model_name or served_name(self.llm.name)
 
     def close(self) -> None:
-        """Stop the engine's thread; waiting requests get an error."""
+        """Stop the engine's thread; unfinished requests get an error."""
         self.front.close()
         for pool in (self.slow_bodies, self.long_prompts, self.long_answers):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -112,14 +112,14 @@ class Service:
     def check_model(self, name: object) -> None:
         """Raise ApiError 404 if a body names another model."""
         if name is not None and name != self.model_name:
-            message = f"the model {shown(name)} is not served here: it is {shown(self.model_name)}."
+            message = f"the model {shown(name)} is not served here: use {shown(self.model_name)}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def process(self, raw: bytes, task: Callable[[dict[str, Any]], T]) -> T:
         """Parse a body as JSON, check its model name and run a task with it, in other threads.
 
         Long bodies are processed one at a time. Bodies with templates, tools or grammars, which may take seconds to
-        compile or run, have a few threads of their own, so that other bodies do not wait for them.
+        compile or run, are processed in separate threads, so that other bodies do not wait for them.
         """
         is_long, parse = len(raw) > LONG_BODY_BYTES, partial(parse_json_body, raw)
         body = await (self.long_bodies.run(parse) if is_long else asyncio.to_thread(parse))
@@ -131,12 +131,12 @@ class Service:
         return await self.within(pool, partial(contextvars.copy_context().run, task, body))
 
     def read(self, entry: OpenRequest, endpoint: Endpoint, body: dict[str, Any]) -> Writer:
-        """Create the sequences of a body and the writer of its answer. Nothing runs yet."""
-        parsed, answers = prepared(body, endpoint, self.llm, entry.tenant, self.settings)
+        """Create the sequences of a body and the writer of its answer, without running them."""
+        parsed, answers = prepare(body, endpoint, self.llm, entry.tenant, self.settings)
         if self.settings.log_prompts:
             for request, _ in answers.requests:
-                shown = request.prompt if request.prompt is not None else request.prompt_token_ids
-                log.info("%s %r %r", endpoint, shown, request.sampling_params)
+                prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
+                log.info("%s %r %r", endpoint, prompt, request.sampling_params)
         return WRITERS[endpoint](parsed, answers, self.texts, self.model_name)
 
     async def whole(self, writer: Writer) -> bytes:
@@ -203,14 +203,14 @@ class Service:
 
     @contextmanager
     def limited(self, entry: OpenRequest, answers: Answers) -> Iterator[None]:
-        """Context in which the answer ends with ApiError 504 after `request_s`."""
+        """Context in which the answer ends with ApiError 504 when the request exceeds `request_s`."""
         limit_s = self.settings.request_s
         if limit_s is None:
             yield
             return
 
         def end() -> None:
-            message = f"the request took more than {limit_s:g} seconds, waiting included, and was ended."
+            message = f"the request took more than {limit_s:g} seconds, including its time in the queue."
             error = ApiError(504, message, code=TOO_LONG)
             if entry.turn is not None and not entry.turn.done():
                 entry.turn.set_exception(error)

@@ -17,16 +17,16 @@ from forerun.serve.access import Hosts
 
 MOST_SAMPLES_AT_ONCE = 128  # prompts times n of one body; OpenAI's limit of n
 BODY_S = 30.0  # seconds that a client has to send its body
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+REQUIRED_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
     """Address, access and limits of one server, which are options of `forerun serve`.
 
-    At most `max_queue` requests of each key wait beyond those being answered. A request that takes longer than
-    `request_s`, waiting included, ends with an error. `allowed_hosts` are the names in `Host` and `Origin` headers that
-    are accepted, with commas between them. Raises InvalidRequest naming the field.
+    At most `max_queue` requests of each key wait in addition to those being answered. A request that takes longer than
+    `request_s`, including its time in the queue, ends with an error. `allowed_hosts`: the accepted names in `Host` and
+    `Origin` headers, separated by commas. Raises InvalidRequest naming the field.
     """
 
     TITLE: ClassVar[str] = "Server"
@@ -35,32 +35,32 @@ class ServeSettings:
     port: Annotated[int, Option(min=0, max=65535, help="Port; 0: any free port.")] = 8000
     served_model_name: Annotated[
         str,
-        Option(help="Model name in requests and answers; default: --model, for a GGUF file its name without .gguf."),
+        Option(help="Model name in requests and answers; default: --model, or a GGUF file's name without .gguf."),
     ] = ""
     api_keys: Annotated[
-        Path | None, Option(help="File with an API key per line, optionally after a name; others get 401.")
+        Path | None, Option(help="File with an API key per line, optionally after a name; other keys get 401.")
     ] = None
     allowed_hosts: Annotated[
-        str, Option(help="Host names of this server, and of web pages that may call it: a,b; * allows all.")
+        str, Option(help="Host names of this server and of web pages that may call it, as in a,b; *: all.")
     ] = ""
     max_queue: Annotated[
         int, Option(min=0, help="Maximum number of waiting requests per key; further ones get 429.")
     ] = 256
-    max_body_bytes: Annotated[int, Option(min=1, help="Largest request body; larger ones get 413.")] = 8 << 20
+    max_body_bytes: Annotated[int, Option(min=1, help="Maximum request body size; larger ones get 413.")] = 8 << 20
     drain_s: Annotated[float, Option(min=0, help="Seconds that running requests may take after SIGTERM or Ctrl-C.")] = (
         60.0
     )
     request_s: Annotated[
-        float | None, Option(help="Time limit of a request in seconds, waiting included; then it gets 504.")
+        float | None, Option(help="Time limit of a request in seconds, including its wait; then it gets 504.")
     ] = None
     tls_key: Annotated[Path | None, Option(help="Private key for HTTPS (PEM).")] = None
     tls_cert: Annotated[Path | None, Option(help="Certificate for HTTPS (PEM).")] = None
     lenient: Annotated[
         bool,
-        Option("--lenient", help="Ignore unknown fields of requests with a warning, instead of refusing the request."),
+        Option("--lenient", help="Ignore unknown request fields with a warning, instead of refusing the request."),
     ] = False
     trust_request_templates: Annotated[
-        bool, Option("--trust-request-templates", help="Run chat templates of requests, up to a second each.")
+        bool, Option("--trust-request-templates", help="Run chat templates that are sent in requests.")
     ] = False
     log_prompts: Annotated[
         bool, Option("--log-prompts", help="Log prompts; by default the log contains no part of them.")
@@ -75,7 +75,7 @@ class ServeSettings:
         return Hosts(self.host, frozenset(name.strip() for name in self.allowed_hosts.split(",") if name.strip()))
 
     def named(self, model: str) -> ServeSettings:
-        """These settings, with a name for this model in requests."""
+        """These settings, with the default name for this model if none is set."""
         return replace(self, served_model_name=self.served_model_name or served_name(model))
 
     def __post_init__(self) -> None:
@@ -84,11 +84,11 @@ class ServeSettings:
         require_whole("max_body_bytes", self.max_body_bytes, 1)
         require_whole("port", self.port, 0)
         if not self.drain_s >= 0:
-            raise InvalidRequest("drain_s", f"{self.drain_s} must be a number of seconds from 0 on.")
+            raise InvalidRequest("drain_s", f"{self.drain_s} must be a number of seconds, 0 or more.")
         if self.request_s is not None and not self.request_s > 0:
             raise InvalidRequest("request_s", f"{self.request_s} must be a number of seconds above 0.")
         if (self.tls_key is None) != (self.tls_cert is None):
-            raise InvalidRequest("tls_key", "a key and a certificate go together: give both, or neither.")
+            raise InvalidRequest("tls_key", "HTTPS needs both a key and a certificate: give both, or neither.")
 
 
 def served_name(model: str) -> str:
@@ -100,7 +100,7 @@ def served_name(model: str) -> str:
 
 def require_packages() -> None:
     """Raise MissingPackage if a package that the server needs is not installed."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         names = " and ".join([", ".join(missing[:-1]), missing[-1]] if len(missing) > 1 else missing)
         are = "is" if len(missing) == 1 else "are"
@@ -117,14 +117,14 @@ def require_certificate(key: Path, certificate: Path) -> None:
             raise InvalidRequest(option, f"{path} cannot be read ({error.strerror}): name a PEM file.") from error
 
     def no_password() -> str:
-        raise InvalidRequest("tls_key", f"{key} is encrypted, and nobody is asked for its password: decrypt it.")
+        raise InvalidRequest("tls_key", f"{key} is encrypted, which is not supported: decrypt it.")
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key, no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            problem = f"{key} is not the key of {certificate}: name the two that belong together."
+            problem = f"{key} is not the private key of {certificate}: name a matching pair."
             raise InvalidRequest("tls_key", problem) from error
-        problem = f"{certificate} and {key} are no certificate and key in PEM ({error.reason or error})."
+        problem = f"{certificate} and {key} are not a certificate and a key in PEM ({error.reason or error})."
         raise InvalidRequest("tls_cert", problem) from error

@@ -29,15 +29,15 @@ FORMS: Mapping[str, Callable[[Any, bool], Grammar]] = {  # vLLM's, by the names 
     "json_object": lambda _, blanks: Grammar.json_object(whitespace=blanks),
 }
 GUIDED = {f"guided_{name}": name for name in FORMS}
-HOLDERS = ("text", "output_config")  # of a format: in responses and in messages
-FIELDS_OF_FORM = ("response_format", *HOLDERS, "structured_outputs", *GUIDED)
+FORMAT_PARENTS = ("text", "output_config")  # fields with a format, of responses and of messages
+FORMAT_FIELDS = ("response_format", *FORMAT_PARENTS, "structured_outputs", *GUIDED)
 
 
-def form_of(given: Mapping[str, Any]) -> tuple[str, Grammar] | None:
+def form_of(body: Mapping[str, Any]) -> tuple[str, Grammar] | None:
     """(field, grammar) of a body; None for free text. Raises ApiError if several fields have one."""
-    forms = [(name, grammar) for name in FIELDS_OF_FORM if name in given and (grammar := grammar_of(name, given[name]))]
+    forms = [(name, grammar) for name in FORMAT_FIELDS if name in body and (grammar := grammar_of(name, body[name]))]
     if len(forms) > 1:
-        raise refused(forms[1][0], f"{forms[0][0]} constrains the answer too; leave out one of the two.")
+        raise refused(forms[1][0], f"{forms[0][0]} constrains the answer too: leave out one of the two.")
     return forms[0] if forms else None
 
 
@@ -46,7 +46,7 @@ def grammar_of(field: str, value: Any) -> Grammar | None:
     try:
         if field == "response_format":
             return format_grammar(field, value)
-        if field in HOLDERS:
+        if field in FORMAT_PARENTS:
             return format_grammar(f"{field}.format", value["format"]) if value.get("format") is not None else None
         if field == "structured_outputs":
             return structured(value)
@@ -63,17 +63,16 @@ def format_grammar(field: str, value: Any) -> Grammar | None:
     inner, schema = value.get("json_schema"), value.get("schema")
     name = f"{field}.schema" if inner is None else f"{field}.json_schema.schema"
     if inner is not None and schema is not None:
-        raise refused(f"{field}.json_schema", "there is another schema beside it; leave out one.")
+        raise refused(f"{field}.json_schema", f"{field}.schema is a schema too: leave out one of the two.")
     schema = schema if inner is None else inner.get("schema")
     if kind == "text" and (schema is not None or inner is not None):
-        raise refused(name, 'it says nothing about a text: use "type": "json_schema", or leave it out.')
+        raise refused(name, 'a schema has no effect on a text: use "type": "json_schema", or leave it out.')
     if schema is None:
         if kind == "json_schema" or inner is not None:
-            holder = name.removesuffix(".schema")
-            raise refused(holder, "there is no schema: give one, as an object.", MISSING)
+            raise refused(name.removesuffix(".schema"), "there is no schema: give one, as an object.", MISSING)
         return Grammar.json_object() if kind == "json_object" else None
     if not isinstance(schema, dict | bool):
-        raise refused(name, f"{shown(schema)} is no object.")
+        raise refused(name, f"{shown(schema)} is not an object.")
     return Grammar.json(schema)
 
 
@@ -86,20 +85,20 @@ def structured(value: Any) -> Grammar | None:
 
 
 def constrained(
-    requests: Seq[Request], given: Mapping[str, Any], tools: ToolUse | None, answer: AnswerForm, llm: LLM
+    requests: Seq[Request], body: Mapping[str, Any], tools: ToolUse | None, answer: AnswerForm, llm: LLM
 ) -> Seq[Request]:
     """The requests with the grammar of their format field or their tools, if any."""
-    form = form_of(given)
+    form = form_of(body)
     required = tools is not None and tools.mode == "required"
     calls = None if tools is None else tools.grammar(answer.special, answer.begun or "")
     if calls is not None and (form is None or required):
         if form is not None:
-            raise refused(form[0], "a tool that must be called gives a form too; leave out one.")
+            raise refused(form[0], "a required tool call constrains the answer too: leave out one of the two.")
         form = "tools", calls
     if form is None:
         return requests
-    whole = form[1] if form[1] is calls and answer.begun is not None else answer.around(form[1])
-    grammar = compiled(form[0], whole, llm)
+    complete = form[1] if form[1] is calls and answer.begun is not None else answer.around(form[1])
+    grammar = compiled(form[0], complete, llm)
     return [
         replace(request, sampling_params=replace(request.sampling_params, grammar=grammar))
         for request in requests
@@ -108,7 +107,7 @@ def constrained(
 
 
 def compiled(field: str, grammar: Grammar, llm: LLM) -> Grammar:
-    """Compile the grammar of a whole answer and return it. Raises ApiError, naming the field, if it is invalid."""
+    """Compile the grammar of a complete answer and return it. Raises ApiError, naming the field, if it is invalid."""
     try:
         llm.requests.matchers.matcher(grammar)
     except InvalidGrammar as error:

@@ -1,7 +1,7 @@
 """Template formats: detects the answer format that a chat template expects.
 
-The format of tool calls is detected by rendering a call with the template, and parsing it with every known format until
-one returns the call. Other templates are refused with a list of the known formats.
+The format of tool calls is detected by rendering a call with the template and parsing the result with every known
+format until one returns the call. Requests with tools are refused if no format does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROBE_ID = "probe0001"  # Mistral's templates take no other length
 CALL = {"id": PROBE_ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": NAME, "tool_call_id": PROBE_ID, "content": "Done"}
-SAYING: Seq[Message] = [USER, {"role": "assistant", "content": REPLY}]
+REPLIED: Seq[Message] = [USER, {"role": "assistant", "content": REPLY}]
 CONVERSATIONS: Seq[Seq[Message]] = ([USER, CALLING, RESULT], [USER, CALLING])
 
 
@@ -44,22 +44,23 @@ def call_form(tokenizer: Tokenizer, template: str | None) -> CallForm:
     Raises ApiError 400 if it is unknown or the template ignores tools, and ChatTemplateError if it fails without calls.
     """
     if NAME not in rendered(tokenizer, template, [USER], failing=InvalidRequest):
-        problem = "the chat template does not show tools to the model: use a model whose template does."
+        problem = "the model's chat template ignores tools: use a model whose template supports them."
         raise refused("tools", problem, UNSERVED)
-    reply, _, _ = rendered(tokenizer, template, SAYING).partition(REPLY)
+    reply, _, _ = rendered(tokenizer, template, REPLIED).partition(REPLY)
     for conversation in CONVERSATIONS:
         text = rendered(tokenizer, template, conversation)
         for form in FORMS:
             if any(json.loads(call.arguments) == ARGUMENTS for call in calls_in(text, form, reply)):
                 return form
-    problem, known = "the template asks for calls in a form that is not known here", ", ".join(f.name for f in FORMS)
-    raise refused("tools", f"{problem}: known are those of {known}.", UNSERVED)
+    known = ", ".join(form.name for form in FORMS)
+    problem = "the chat template's format of calls is unknown: use a model with one of the formats"
+    raise refused("tools", f"{problem} {known}.", UNSERVED)
 
 
 @lru_cache(maxsize=64)
 def is_harmony(tokenizer: Tokenizer, template: str | None) -> bool:
     """Whether a template (None: the checkpoint's own) uses Harmony."""
-    _, user, text = rendered(tokenizer, template, SAYING, tools=None).partition(str(USER["content"]))
+    _, user, text = rendered(tokenizer, template, REPLIED, tools=None).partition(str(USER["content"]))
     message, reply, _ = text.partition(REPLY)
     return bool(user and reply) and all(mark in message for mark in MARKS)
 
@@ -76,9 +77,10 @@ def answer_form(
     tags += calls.tags if calls else []
     known = special_tokens(tokenizer)
     special = {tag: known[tag] for tag in tags if tag in known}
-    seen = {*tags, *(calls.inner_tags if calls else ())} - {PYTHON_TAG}  # optional in calls
+    shown = {*tags, *(calls.inner_tags if calls else ())} - {PYTHON_TAG}  # this tag is optional in calls
     functions: Functions = {} if tools is None else tools.allowed
-    return AnswerForm(reasoning, calls, functions, begun, special, frozenset(known[tag] for tag in seen & known.keys()))
+    shown_ids = frozenset(known[tag] for tag in shown & known.keys())
+    return AnswerForm(reasoning, calls, functions, begun, special, shown_ids)
 
 
 @lru_cache(maxsize=16)
@@ -103,7 +105,7 @@ def rendered(
 
 
 def calls_in(text: str, form: CallForm, reply: str) -> list[ToolCall]:
-    """The calls in a rendered conversation, read in this format; `reply` is the text before an assistant's message."""
+    """The calls in a rendered conversation, parsed in this format; `reply` is the text before an assistant message."""
     if not form.opening and form.kind == "object":
         answer = GrowingText(text[len(reply) :] if text.startswith(reply) else "", ended=True)
         return result_of(form.calls(answer, FUNCTIONS))

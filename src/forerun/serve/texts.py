@@ -9,7 +9,7 @@ from forerun.limits import shown
 from forerun.serve.body import served_fields
 from forerun.serve.conversation import ChatBody
 from forerun.serve.inputs import message_fields
-from forerun.serve.parse import prompt_named
+from forerun.serve.parse import naming_prompt
 from forerun.serve.problems import MISSING, missing, refused
 from forerun.serve.service import Service
 
@@ -24,7 +24,7 @@ def tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     if prompt is None:
         chat = ChatBody.of(fields, llm, service.settings)
         prompt = chat.options.render(llm.tokenizer, chat.messages)
-    with prompt_named("messages" if "messages" in fields else "prompt"):
+    with naming_prompt("messages" if "messages" in fields else "prompt"):
         tokens = llm.tokenizer.encode_within(prompt, llm.plan.max_model_len, special)
     answer = {"count": len(tokens), "max_model_len": llm.plan.max_model_len, "tokens": tokens}
     if fields.get("return_token_strs"):
@@ -48,7 +48,7 @@ def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """POST /v1/messages/count_tokens: the number of prompt tokens."""
     fields = message_fields(served_fields(body, "messages", service.settings.lenient))
     chat = ChatBody.of(fields, service.llm, service.settings)
-    with prompt_named("messages"):
+    with naming_prompt("messages"):
         prompt = chat.request(service.llm)
     return {"input_tokens": len(prompt.prompt_token_ids or ())}
 

@@ -16,11 +16,7 @@ from forerun.serve.harmony import calls_grammar
 from forerun.serve.problems import refused, renamed
 
 MOST_TOOLS = 128
-NO_PARAMETERS = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}  # default: a function without parameters
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}  # the default
 ToolMode = Literal["auto", "required"]
 
 
@@ -55,15 +51,15 @@ class ToolUse:
             raise renamed(error, "tools") from error
 
 
-def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolUse | None:
+def tools_of(body: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolUse | None:
     """The tools of a body; None if none may be called. `form_of` returns the call format of the template."""
-    tools, choice = given.get("tools"), given.get("tool_choice")
+    tools, choice = body.get("tools"), body.get("tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise refused("tool_choice", f"{shown(choice)} needs tools, and there are none.")
+            raise refused("tool_choice", f"{shown(choice)} requires tools: give some in tools.")
         return None
     if len(tools) > MOST_TOOLS:
-        raise refused("tools", f"these are {len(tools)}: give at most {MOST_TOOLS}.")
+        raise refused("tools", f"it is a list of {len(tools)} tools: give at most {MOST_TOOLS}.")
     schemas = dict(function_of(tool, f"tools[{i}]") for i, tool in enumerate(tools))
     strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True)
     if len(schemas) < len(tools):
@@ -71,26 +67,26 @@ def tools_of(given: Mapping[str, Any], form_of: Callable[[], CallForm]) -> ToolU
     mode, allowed, one = choice_of(choice, schemas)
     if choice == "none":
         return None
-    return ToolUse(allowed, form_of(), mode, given.get("parallel_tool_calls", True) and not one, strict)
+    return ToolUse(allowed, form_of(), mode, body.get("parallel_tool_calls", True) and not one, strict)
 
 
 def function_of(tool: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
     """A function's name, and the schema of its arguments."""
     function = tool.get("function") if tool.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise refused(name, f'{shown(tool)} is no function: give {{"type": "function", "function": ...}}.')
+        raise refused(name, f'{shown(tool)} is not a function: give {{"type": "function", "function": ...}}.')
     function_name, schema = function.get("name"), function.get("parameters")
     if not isinstance(function_name, str) or not function_name:
-        raise refused(name, f"{shown(function_name)} is no name of a function.")
+        raise refused(name, f"{shown(function_name)} is not the name of a function.")
     if not isinstance(schema, dict | None):
-        raise refused(name, f"the parameters {shown(schema)} are no JSON schema.")
+        raise refused(name, f"the parameters {shown(schema)} are not a JSON schema.")
     if not isinstance(function.get("strict"), bool | None):
         raise refused(name, f"strict: {shown(function['strict'])} must be true or false.")
     return function_name, NO_PARAMETERS if schema is None else schema
 
 
 def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mapping[str, Mapping[str, Any]], bool]:
-    """(mode, allowed functions, whether it is exactly one call of a named function) from `tool_choice`."""
+    """(mode, allowed functions, whether exactly one call of a named function is required) from `tool_choice`."""
     if choice in (None, "none", "auto", "required"):
         return ("required" if choice == "required" else "auto"), schemas, False
     kind = choice.get("type") if isinstance(choice, dict) else None
@@ -103,7 +99,7 @@ def choice_of(choice: Any, schemas: Mapping[str, Any]) -> tuple[ToolMode, Mappin
     elif kind == "function" and (name := function_name_of(choice)) is not None and name in schemas:
         return "required", {name: schemas[name]}, True
     known = '"none", "auto", "required", allowed_tools'
-    raise refused("tool_choice", f"{shown(choice)} is none of {known} and the functions {shown([*schemas])}.")
+    raise refused("tool_choice", f"{shown(choice)} must be {known} or one of the functions {shown([*schemas])}.")
 
 
 def function_name_of(tool: Any) -> str | None:
@@ -122,11 +118,11 @@ def with_objects(messages: Seq[Any]) -> list[Any]:
     for i, message in enumerate(messages):
         calls, name = message.get("tool_calls"), f"messages[{i}].tool_calls"
         if not isinstance(calls, list | None):
-            raise refused(name, f"{shown(calls)} is no list of calls.")
+            raise refused(name, f"{shown(calls)} is not a list of calls.")
         parsed.append({key: value for key, value in message.items() if key != "tool_calls"})
         if calls:
-            made = [with_object(call, f"{name}[{j}]") for j, call in enumerate(calls)]
-            parsed[-1] |= {"content": message.get("content") or "", "tool_calls": made}
+            with_arguments = [with_object(call, f"{name}[{j}]") for j, call in enumerate(calls)]
+            parsed[-1] |= {"content": message.get("content") or "", "tool_calls": with_arguments}
     return parsed
 
 
@@ -134,9 +130,9 @@ def with_object(call: Any, name: str) -> dict[str, Any]:
     """One call with parsed arguments; missing or empty arguments become an empty object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused(name, f"{shown(call)} is no call of a function with a name.")
+        raise refused(name, f"{shown(call)} is not a call of a function with a name.")
     try:
         return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
     except ValueError as error:
-        problem = f"the arguments {shown(function['arguments'])} are no JSON object"
+        problem = f"the arguments {shown(function['arguments'])} are not a JSON object"
         raise refused(name, f'{problem}: give an object as text, such as "{{}}".') from error

@@ -1,7 +1,7 @@
-"""Uploads: receiving request bodies, with limits on their size, their time, and the memory of all of them.
+"""Uploads: receives request bodies, with limits on size, time, and the memory of all bodies together.
 
-Bodies are received before the gate: an incomplete body holds no place in a queue. Long bodies are parsed one at a time,
-with pauses, so that other threads get the GIL.
+Bodies are received before the gate, so that an incomplete body holds no place in a queue. Long bodies are parsed one at
+a time, with pauses, so that other threads get the GIL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """One body so far; at its deadline it is refused with `reason`."""
+    """The received part of one body, which is refused with `reason` at its deadline."""
 
     deadline: asyncio.Timeout
     reason: ApiError
@@ -39,8 +39,8 @@ class Upload:
 class Uploads:
     """The bodies that one server is receiving, oldest first.
 
-    Each may have at most `most_bytes` and take `most_s` seconds. Together they hold at most MOST_AT_ONCE times as much;
-    beyond that the oldest are refused, so that clients which send quickly succeed.
+    Each may have at most `most_bytes` and take `most_s` seconds. Together they may have MOST_AT_ONCE times as many
+    bytes; beyond that the oldest are refused, so that clients which send quickly succeed.
     """
 
     most_bytes: int
@@ -49,7 +49,7 @@ class Uploads:
     num_bytes: int = 0
 
     async def read(self, pieces: AsyncIterator[bytes]) -> bytes:
-        """Receive a whole body. Raises ApiError 408 or 413, or the reason passed to `end`."""
+        """Receive a complete body. Raises ApiError 408 or 413, or the reason passed to `end`."""
         late = ApiError(408, f"the body did not arrive within {self.most_s:g} seconds.", code="body_too_slow")
         deadline = asyncio.timeout(self.most_s)
         upload = Upload(deadline, late)
@@ -77,7 +77,7 @@ class Uploads:
             oldest = next(each for each in self.under_way if each is not upload)
             self.forget(oldest)
             oldest.pieces.clear()
-            message = "the body was being sent for longer than others for which there is no room: send it faster."
+            message = "the memory for incomplete bodies is full, and this one is the oldest: send it faster."
             oldest.end(ApiError(408, message, code="body_too_slow"))
 
     def forget(self, upload: Upload) -> None:
@@ -93,7 +93,7 @@ class Uploads:
 
 
 @dataclass(slots=True, eq=False)
-class OneByOne:
+class SerialRunner:
     """Runs tasks in another thread, one at a time and in order, each followed by a pause.
 
     JSON parsing holds the GIL. With the pauses, tasks use at most 1 / (1 + PAUSE) of the time, however many there are.
@@ -103,7 +103,7 @@ class OneByOne:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, task: Callable[[], T]) -> T:
-        """Run a task and return its result. Cancelled before its turn it is not run; afterwards it runs to its end."""
+        """Run a task and return its result. Cancelled before its turn, it does not run; later, it runs to its end."""
         await self.turn.acquire()
         loop, began_s = asyncio.get_running_loop(), time.perf_counter()
 

@@ -1,9 +1,9 @@
-// The page: asks the server with drafting and without, shows both answers, and says whether they are the same.
-// With a model that has a chat template it is a conversation, unless its user chooses to complete text.
+// The page: requests an answer with speculative and with plain decoding, shows both, and compares their tokens.
+// If the model has a chat template, the page is a conversation, unless the user chooses to complete text.
 
 import { Charts } from "./charts.js";
 import { bodyOf, buildForm, FieldError } from "./fields.js";
-import { Lane, quoted, tellToken } from "./lane.js";
+import { Lane, quoted, describeToken } from "./lane.js";
 import { ask, refusal } from "./stream.js";
 import { Conversation } from "./talk.js";
 
@@ -11,13 +11,13 @@ const EXAMPLES = [
   ["Code: a class", "class Stack:\n    \"\"\"A last-in, first-out stack.\"\"\"\n\n    def __init__(self):\n        self.items = []\n\n    def push(self, "],
   ["Code: a parser", "import argparse\nimport sys\n\n\ndef main(argv=None):\n    parser = argparse.ArgumentParser(description="],
   ["Code: a test", "import unittest\n\n\nclass TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_put(self):\n"],
-  ["A tale", "Once upon a time, there was a little"],
+  ["A story", "Once upon a time, there was a little"],
   ["A question, as a message", "How does speculative decoding work? Answer in three sentences.", true],
   ["A rewrite, as a message", "Rename x to total in this function and repeat the rest as it is:\n\ndef mean(numbers):\n    x = 0\n    for number in numbers:\n        x += number\n    return x / len(numbers)\n", true],
 ];
 const $ = (id) => document.getElementById(id);
-let told = null; // what the server says of itself
-let running = null; // the AbortController of the run under way
+let settings = null; // the server's answer to page/settings
+let running = null; // the AbortController of the current run
 let replaying = 0;
 let lanes, charts, talk;
 
@@ -27,7 +27,7 @@ function theme(name) {
   try {
     localStorage.setItem("forerun-theme", name);
   } catch {
-    // a browser may keep nothing
+    // the browser may not allow storage
   }
   charts?.build();
 }
@@ -37,37 +37,37 @@ function alert(message) {
   $("alert").hidden = !message;
 }
 
-// Ask what is served; where a key is wanted, ask for that first.
+// Load the server's settings and build the form; if the server requires a key, ask for the key first.
 async function connect() {
   const key = $("key").value;
   const response = await fetch("page/settings", key ? { headers: { Authorization: `Bearer ${key}` } } : {});
   if (response.status === 401) {
     $("key-card").hidden = false;
     $("run").disabled = true;
-    if (key) alert("The server does not know this key.");
+    if (key) alert("The server does not accept this key.");
     $("key").focus();
     return;
   }
   if (!response.ok) throw await refusal(response);
-  told = await response.json();
+  settings = await response.json();
   alert("");
   $("key-card").hidden = true;
   $("run").disabled = false;
-  const facts = [["Model", told.model], ["Drafter", told.draft || "none"], ["Context", `${told.max_model_len} tokens`], ["Fingerprint", told.fingerprint]];
+  const facts = [["Model", settings.model], ["Drafter", settings.draft || "none"], ["Context", `${settings.max_model_len} tokens`], ["Fingerprint", settings.fingerprint]];
   $("facts").replaceChildren(...facts.map(([name, value]) => {
     const line = document.createElement("div");
     line.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value, title: value }));
     return line;
   }));
-  $("chat-line").hidden = !told.chat;
-  $("chat").checked = told.chat;
-  buildForm(told);
-  if (!$("prompt").value) choose(EXAMPLES.findIndex(([, , message]) => Boolean(message) === told.chat));
+  $("chat-line").hidden = !settings.chat;
+  $("chat").checked = settings.chat;
+  buildForm(settings);
+  if (!$("prompt").value) choose(EXAMPLES.findIndex(([, , message]) => Boolean(message) === settings.chat));
   showMode();
 }
 
 function inChat() {
-  return Boolean(told?.chat && $("chat").checked);
+  return Boolean(settings?.chat && $("chat").checked);
 }
 
 function showMode() {
@@ -79,19 +79,19 @@ function showMode() {
 function choose(number) {
   const [, text, message] = EXAMPLES[number];
   $("prompt").value = text;
-  $("chat").checked = Boolean(message && told.chat);
+  $("chat").checked = Boolean(message && settings.chat);
   showMode();
 }
 
 async function run() {
-  if (running || !told) return;
+  if (running || !settings) return;
   stopReplay();
   alert("");
   const chat = inChat();
   const text = $("prompt").value;
   let body;
   try {
-    if (!text) throw new Error(`${chat ? "Message" : "Prompt"}: type one first.`);
+    if (!text) throw new Error(`${chat ? "Message" : "Prompt"}: enter one first.`);
     body = bodyOf();
   } catch (error) {
     alert(error.message);
@@ -107,7 +107,7 @@ async function run() {
   $("run").disabled = true;
   $("replay").hidden = true;
   $("stop").disabled = false;
-  verdict("Answering with drafting …", "");
+  verdict("Answering with speculative decoding …", "");
   if (matchMedia("(max-width: 60rem)").matches) document.querySelector(".results").scrollIntoView();
   talk.unfold();
   if (chat) {
@@ -115,16 +115,16 @@ async function run() {
     $("prompt").value = "";
     showMode();
   }
-  const asked = chat ? { messages: [...talk.messages] } : { prompt: text };
-  const own = (lane, speculation) => send(lane, chat, { ...body, ...asked, speculation });
+  const prompt = chat ? { messages: [...talk.messages] } : { prompt: text };
+  const answer = (lane, speculation) => send(lane, chat, { ...body, ...prompt, speculation });
   let stopped = false;
   try {
-    if (race === "beside") await Promise.all([own(lanes[0], body.speculation), own(lanes[1], false)]);
+    if (race === "beside") await Promise.all([answer(lanes[0], body.speculation), answer(lanes[1], false)]);
     else {
-      await own(lanes[0], body.speculation);
+      await answer(lanes[0], body.speculation);
       if (race === "after") {
-        verdict("Answering without drafting …", "");
-        await own(lanes[1], false);
+        verdict("Answering with plain decoding …", "");
+        await answer(lanes[1], false);
       }
     }
     conclude(race, body);
@@ -133,8 +133,8 @@ async function run() {
     stopped = error.name === "AbortError";
     if (stopped) verdict("Stopped.", "");
     else {
-      verdict("Not finished.", "bad");
-      alert(error.status === 401 ? "The server does not know this key: reload the page to give another." : error.message);
+      verdict("Failed.", "bad");
+      alert(error.status === 401 ? "The server does not accept this key: reload the page to enter another." : error.message);
     }
   } finally {
     running = null;
@@ -146,10 +146,10 @@ async function run() {
   }
 }
 
-// Keep the drafted answer in the conversation; a message that got none goes back to where it was written.
+// Add the drafted answer to the conversation; if there is none, put the message back into the prompt field.
 function keep(text, stopped) {
-  const [{ finish, said }] = lanes;
-  if (finish || (stopped && said)) talk.answer(said);
+  const [{ finish, content }] = lanes;
+  if (finish || (stopped && content)) talk.answer(content);
   else {
     talk.retract();
     $("prompt").value ||= text;
@@ -158,7 +158,7 @@ function keep(text, stopped) {
 }
 
 function send(lane, chat, body) {
-  const form = { model: told.model, stream: true, stream_options: { include_usage: true }, draft_details: true, n: 1 };
+  const form = { model: settings.model, stream: true, stream_options: { include_usage: true }, draft_details: true, n: 1 };
   lane.root.classList.add("live");
   return ask(chat ? "v1/chat/completions" : "v1/completions", { ...body, ...form }, $("key").value, running.signal, (chunk, ms) => {
     lane.add(chunk, ms);
@@ -171,7 +171,7 @@ function verdict(text, kind) {
   $("verdict").className = kind;
 }
 
-// Say whether both answers are the same, and how their speeds compare.
+// Show whether both answers are the same, and how their speeds compare.
 function conclude(race, body) {
   const [drafted, plain] = lanes;
   const seed = `seed ${body.seed}`;
@@ -181,17 +181,17 @@ function conclude(race, body) {
   }
   const same = drafted.whole === plain.whole && drafted.ids.length === plain.ids.length && drafted.ids.every((id, i) => id === plain.ids[i]);
   const ratio = drafted.finalRate && plain.finalRate ? drafted.finalRate / plain.finalRate : undefined;
-  const speed = ratio ? ` ${ratio.toFixed(2)} times as fast from the first token on${race === "beside" ? ", while both shared the machine" : ""}.` : "";
+  const speed = ratio ? ` ${ratio.toFixed(2)} times as fast after the first token${race === "beside" ? ", while both shared the machine" : ""}.` : "";
   if (same) verdict(`The same ${drafted.ids.length} tokens as plain decoding, one by one (${seed}).${speed}`, "good");
-  else if (told.verification !== "coupled") verdict(`Other tokens of the same law, as “${told.verification}” verification promises (${seed}).${speed}`, "");
+  else if (settings.verification !== "coupled") verdict(`Different tokens from the same distribution, as expected with “${settings.verification}” verification (${seed}).${speed}`, "");
   else {
     const at = drafted.ids.findIndex((id, i) => id !== plain.ids[i]);
-    verdict(`Token ${(at < 0 ? Math.min(drafted.ids.length, plain.ids.length) : at) + 1} differs from plain decoding (${seed}). On a CPU that must not be: please report it.`, "bad");
+    verdict(`Token ${(at < 0 ? Math.min(drafted.ids.length, plain.ids.length) : at) + 1} differs from plain decoding (${seed}). On a CPU this must not happen: please report it.`, "bad");
   }
   $("replay").hidden = false;
 }
 
-// Show both answers again from their recorded times, beside each other, however they were measured.
+// Show both answers side by side again, with their recorded times, even if they were generated one after the other.
 function replay() {
   stopReplay();
   const mine = ++replaying;
@@ -214,9 +214,9 @@ function stopReplay() {
   charts.update();
 }
 
-// The tip beside a token: its origin, its round, and what became of the guesses.
+// Show the tip next to a token: its origin, its round, and the verdicts on the draft tokens of the round.
 function showTip(lane, span) {
-  const found = tellToken(lane, span.tokenNumber);
+  const found = describeToken(lane, span.tokenNumber);
   if (!found) return;
   const make = (tag, className, text) => Object.assign(document.createElement(tag), { className, textContent: text });
   const list = make("ul", "", "");
@@ -272,7 +272,7 @@ function start() {
   try {
     kept = localStorage.getItem("forerun-theme") ?? "auto";
   } catch {
-    // a browser may keep nothing
+    // the browser may not allow storage
   }
   theme(["light", "dark"].includes(kept) ? kept : "auto");
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.build());
@@ -284,7 +284,7 @@ function start() {
   });
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (told) run();
+    if (settings) run();
   });
   $("key-use").addEventListener("click", begin);
   $("key").addEventListener("keydown", (event) => {

@@ -1,10 +1,10 @@
-// The charts of a run: speed over time, acceptance by depth, and what each round drafted.
+// The charts of a run: speed over time, acceptance by depth, and draft tokens per round.
 
 import { depthsOf } from "./lane.js";
 
 const HEIGHT = 190;
 const MOST_DEPTHS = 16;
-const STEADY = 4; // tokens before which a mean speed says little
+const STEADY = 4; // the mean speed over fewer tokens is too noisy to show
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -16,7 +16,7 @@ function axis(label, more = {}) {
 
 const bars = (size) => uPlot.paths.bars({ size: [size, 60], radius: 0.15 });
 
-// Draws two lanes into the three charts; `update` may be called for every chunk, and draws once a frame.
+// Draws two lanes into three charts. `update` may be called for every chunk; it draws at most once per frame.
 export class Charts {
   constructor(drafted, plain) {
     this.lanes = [drafted, plain];
@@ -27,7 +27,7 @@ export class Charts {
     this.build();
   }
 
-  // Make the charts anew, as for another theme.
+  // Create the charts again, for another theme.
   build() {
     for (const plot of this.plots) plot.destroy();
     const whole = (_, values) => values.map((value) => (Number.isInteger(value) ? value : ""));
@@ -36,7 +36,7 @@ export class Charts {
       this.plot("chart-speed", [{}, line("drafted", "--drafted"), line("plain", "--plain")], [axis("seconds", { size: 34 }), axis("")]),
       this.plot("chart-depth", [{}, { label: "accepted", fill: colour("--drafted"), stroke: colour("--drafted"), paths: bars(0.6), points: { show: false } }],
         [axis("depth", { size: 34, values: whole, incrs: [1, 2, 4] }), axis("", { values: (_, v) => v.map((x) => `${Math.round(100 * x)} %`) })], { x: { time: false, range: (_, low, high) => [0.5, Math.max(4, high ?? 4) + 0.5] }, y: { range: [0, 1] } }),
-      this.plot("chart-rounds", [{}, { label: "guessed", fill: colour("--rejected-fill"), stroke: colour("--rejected-fill"), paths: bars(0.8), points: { show: false } },
+      this.plot("chart-rounds", [{}, { label: "drafted", fill: colour("--rejected-fill"), stroke: colour("--rejected-fill"), paths: bars(0.8), points: { show: false } },
         { label: "accepted", fill: colour("--drafted"), stroke: colour("--drafted"), paths: bars(0.8), points: { show: false } }],
         [axis("round", { size: 34, values: whole, incrs: [1, 2, 5, 10, 20, 50, 100, 200] }), axis("", { values: whole, incrs: [1, 2, 4, 8, 16] })], { x: { time: false, range: (_, low, high) => [0.4, Math.max(10, high ?? 10) + 0.6] }, y: { range: (_, low, high) => [0, Math.max(4, high ?? 4)] } }),
     ];
@@ -56,7 +56,7 @@ export class Charts {
     }
   }
 
-  // Draw soon; with `until` only what had come so many ms behind the requests.
+  // Draw in the next frame; with `until` only what had arrived that many ms after the requests.
   update(until = Infinity) {
     this.until = until;
     if (this.waiting) return;
@@ -72,15 +72,15 @@ export class Charts {
     const seen = this.lanes.map((lane) => lane.marks.filter((mark) => mark.ms <= this.until));
     const points = this.lanes.map((lane, i) => seen[i].map((mark) => [mark.ms / 1000, (mark.num > STEADY && lane.rate(mark.num, mark.ms)) || null]));
     const times = [...new Set(points.flat().map(([time]) => time))].sort((a, b) => a - b);
-    const maps = points.map((own) => new Map(own));
+    const maps = points.map((pairs) => new Map(pairs));
     speed.setData([times, ...maps.map((map) => times.map((time) => (map.has(time) ? map.get(time) : undefined)))]);
-    const told = this.lanes[0].rounds.filter((round) => round.ms <= this.until);
-    const rates = acceptance(told);
+    const shown = this.lanes[0].rounds.filter((round) => round.ms <= this.until);
+    const rates = acceptance(shown);
     depth.setData([rates.map((_, i) => i + 1), rates]);
-    rounds.setData([told.map((round) => round.round), told.map((round) => round.guesses.length), told.map((round) => depthsOf(round).accepted)]);
+    rounds.setData([shown.map((round) => round.round), shown.map((round) => round.guesses.length), shown.map((round) => depthsOf(round).accepted)]);
   }
 
-  // Say in words what the charts show, once a run is over.
+  // Set the text alternatives of the charts, after a run.
   describe() {
     const say = (id, text) => document.getElementById(id).setAttribute("aria-label", text);
     const speeds = this.lanes.filter((lane) => lane.speedText()).map((lane) => `${lane.title}: ${lane.speedText()}`);
@@ -88,21 +88,21 @@ export class Charts {
     const rounds = this.lanes[0].rounds;
     const rates = acceptance(rounds).map((rate, i) => `depth ${i + 1}: ${Math.round(100 * rate)} percent`);
     say("chart-depth", rates.join(", ") || "Nothing was drafted");
-    const guessed = rounds.reduce((sum, round) => sum + round.guesses.length, 0);
+    const drafted = rounds.reduce((sum, round) => sum + round.guesses.length, 0);
     const accepted = rounds.reduce((sum, round) => sum + depthsOf(round).accepted, 0);
-    say("chart-rounds", `${guessed} guesses in ${rounds.length} rounds, ${accepted} of them accepted`);
+    say("chart-rounds", `${drafted} draft tokens in ${rounds.length} rounds, ${accepted} of them accepted`);
   }
 }
 
-// P(a guess of depth j is accepted | its turn came), from depth 1.
+// P(the draft token at depth j is accepted | the one before it was accepted), from depth 1.
 export function acceptance(rounds) {
   const offered = [];
   const accepted = [];
   for (const round of rounds) {
-    const own = depthsOf(round);
-    for (let depth = 0; depth < Math.min(own.offered, MOST_DEPTHS); depth++) {
+    const depths = depthsOf(round);
+    for (let depth = 0; depth < Math.min(depths.offered, MOST_DEPTHS); depth++) {
       offered[depth] = (offered[depth] ?? 0) + 1;
-      accepted[depth] = (accepted[depth] ?? 0) + (depth < own.accepted ? 1 : 0);
+      accepted[depth] = (accepted[depth] ?? 0) + (depth < depths.accepted ? 1 : 0);
     }
   }
   return offered.map((count, depth) => accepted[depth] / count);

@@ -1,11 +1,11 @@
-// A lane: one answer as it comes in, its tokens coloured by origin, its numbers, and the rounds behind them.
-// All text of the model enters the page as text nodes, never as markup.
+// A lane: one answer while it arrives, its tokens coloured by origin, its speed, and its rounds.
+// Text from the model is inserted as text nodes, never as markup.
 
 const ORIGINS = {
-  drafted: "guessed and accepted",
-  recovered: "the target’s own, where the guess was rejected",
-  bonus: "the target’s own, behind an accepted draft",
-  target: "drawn with nothing drafted",
+  drafted: "a draft token that was accepted",
+  recovered: "the target’s own token, where a draft token was rejected",
+  bonus: "the target’s own token, after a completely accepted draft",
+  target: "the target’s own token, in a round without a draft",
 };
 
 export class Lane {
@@ -22,7 +22,7 @@ export class Lane {
     this.bar = track.appendChild(Object.assign(document.createElement("div"), { className: "bar-fill" }));
     this.text = Object.assign(document.createElement("div"), { className: "answer", tabIndex: 0 });
     this.text.setAttribute("role", "group");
-    this.text.setAttribute("aria-label", `${title} answer; arrow keys go through its tokens`);
+    this.text.setAttribute("aria-label", `${title} answer; arrow keys move between its tokens`);
     const head = Object.assign(document.createElement("div"), { className: "head" });
     head.append(heading, this.speed);
     this.root.append(head, track, this.facts, this.text);
@@ -30,19 +30,19 @@ export class Lane {
     this.clear(1);
   }
 
-  // Forget the answer; `most` tokens fill the bar.
+  // Remove the answer; `most` tokens will fill the bar.
   clear(most) {
-    Object.assign(this, { most, ids: [], whole: "", said: "", rounds: [], roundOf: [], spans: [], marks: [], usage: null, finish: "" });
+    Object.assign(this, { most, ids: [], whole: "", content: "", rounds: [], roundOf: [], spans: [], marks: [], usage: null, finish: "" });
     this.text.replaceChildren();
     this.draw(0, 0);
   }
 
-  // Add a chunk that came `ms` behind the request.
+  // Add a chunk that arrived `ms` after the request was sent.
   add(chunk, ms) {
     if (chunk.usage) this.usage = chunk.usage;
     for (const choice of chunk.choices) {
       this.finish = choice.finish_reason ?? this.finish;
-      this.said += choice.delta?.content ?? "";
+      this.content += choice.delta?.content ?? "";
       if (choice.draft) this.addRound(choice.draft, ms);
     }
     this.draw(this.ids.length, this.lastMs);
@@ -68,7 +68,7 @@ export class Lane {
     this.marks.push({ ms, num: this.ids.length, spans: this.spans.length });
   }
 
-  // Show the numbers of the first `num` tokens, `ms` behind the request.
+  // Show the speed and the counts of the first `num` tokens, `ms` after the request was sent.
   draw(num, ms) {
     this.speed.textContent = this.speedText(num, ms, "tokens/s") || (num ? "…" : "");
     this.bar.style.width = `${Math.min(100, (100 * num) / this.most)}%`;
@@ -76,21 +76,21 @@ export class Lane {
     const per = this.rounds.length ? this.ids.length / this.rounds.length : 0;
     const parts = [`${num} tokens`, `${(ms / 1000).toFixed(2)} s`];
     if (first !== undefined) parts.push(`first after ${first.toFixed(0)} ms`);
-    if (this.rounds.some((round) => round.guesses.length)) parts.push(`${per.toFixed(2)} tokens a round`);
-    this.facts.textContent = num ? parts.join(" · ") : "nothing yet";
+    if (this.rounds.some((round) => round.guesses.length)) parts.push(`${per.toFixed(2)} tokens per round`);
+    this.facts.textContent = num ? parts.join(" · ") : "no tokens yet";
   }
 
-  // Tokens a second since the first token came; undefined before there is a second one.
+  // Tokens per second since the first token arrived; undefined before the second one.
   rate(num, ms) {
     const first = this.marks[0];
     return first && num > first.num && ms > first.ms ? (1000 * (num - first.num)) / (ms - first.ms) : undefined;
   }
 
-  // The rate in words; of an answer whose tokens all came at once, that from its request on; empty where none is known.
+  // The rate as text, or "". If all tokens arrived at once, it is counted from the request.
   speedText(num = this.ids.length, ms = this.lastMs, unit = "tokens per second") {
     const rate = this.rate(num, ms);
     if (rate) return `${shown(rate)} ${unit}`;
-    return this.finish && num === this.ids.length && ms > 0 ? `${shown((1000 * num) / ms)} ${unit} in all` : "";
+    return this.finish && num === this.ids.length && ms > 0 ? `${shown((1000 * num) / ms)} ${unit} in total` : "";
   }
 
   get lastMs() {
@@ -101,7 +101,7 @@ export class Lane {
     return this.rate(this.ids.length, this.lastMs);
   }
 
-  // Show only what had come `ms` behind the request, for a replay; Infinity shows all.
+  // For a replay: show the tokens that had arrived `ms` after the request; Infinity shows all.
   showUntil(ms) {
     let last = { num: 0, spans: 0, ms: 0 };
     for (const mark of this.marks) if (mark.ms <= ms) last = mark;
@@ -118,18 +118,18 @@ function shown(rate) {
   return rate >= 100 ? rate.toFixed(0) : rate.toFixed(1);
 }
 
-// The path of guesses of a round that was rejected where its recovered token stands, to be shown if wanted.
+// The rejected draft tokens of a round, which the page can show in front of the recovered token.
 function rejectedOf(round) {
-  const found = Object.assign(document.createElement("del"), { className: "rejected" });
-  found.setAttribute("aria-hidden", "true");
+  const rejected = Object.assign(document.createElement("del"), { className: "rejected" });
+  rejected.setAttribute("aria-hidden", "true");
   let at = leafOf(round);
   for (const next of childrenOf(round, at).slice(0, 1)) {
-    for (at = next; at !== undefined; at = childrenOf(round, at)[0]) found.append(round.guesses[at].text);
+    for (at = next; at !== undefined; at = childrenOf(round, at)[0]) rejected.append(round.guesses[at].text);
   }
-  return found;
+  return rejected;
 }
 
-// The last accepted guess of a round; -1 where none was.
+// The index of the last accepted draft token of a round; -1 if none was accepted.
 function leafOf(round) {
   return round.guesses.reduce((leaf, guess, i) => (guess.accepted ? i : leaf), -1);
 }
@@ -138,25 +138,25 @@ function childrenOf(round, parent) {
   return round.guesses.map((_, i) => i).filter((i) => round.guesses[i].parent === parent);
 }
 
-// How many depths of a round had a guess to judge along the path, and how many of those were accepted.
+// The number of depths of a round at which a draft token was verified, and of those at which it was accepted.
 export function depthsOf(round) {
   const accepted = round.guesses.filter((guess) => guess.accepted).length;
   return { accepted, offered: accepted + (childrenOf(round, leafOf(round)).length ? 1 : 0) };
 }
 
-// What is to be told of a token: a heading, and the guesses of its round as lines with their verdicts.
-export function tellToken(lane, number) {
+// What the tip of a token shows: its origin, and the draft tokens of its round with their verdicts; null if unknown.
+export function describeToken(lane, number) {
   const round = lane.roundOf[number];
   if (!round) return null;
   const token = round.tokens[number - round.first];
   const accepted = round.guesses.filter((guess) => guess.accepted).length;
   const by = round.drafter && round.guesses.length ? `, by ${round.drafter}` : "";
-  const drafted = round.guesses.length ? `${round.guesses.length} guessed${by}, ${accepted} accepted` : "nothing drafted";
+  const drafted = round.guesses.length ? `${round.guesses.length} drafted${by}, ${accepted} accepted` : "nothing drafted";
   const lines = [];
   const walk = (parent, depth, path) => {
     for (const i of childrenOf(round, parent)) {
       const guess = round.guesses[i];
-      const verdict = guess.accepted ? "accepted" : path ? "rejected" : "not judged";
+      const verdict = guess.accepted ? "accepted" : path ? "rejected" : "not verified";
       lines.push({ depth, text: guess.text, verdict });
       walk(i, depth + 1, guess.accepted);
     }
@@ -165,7 +165,7 @@ export function tellToken(lane, number) {
   return { text: token.text, origin: token.origin, why: ORIGINS[token.origin], number, round: round.round, drafted, lines };
 }
 
-// Text in quotes, with what does not print spelled out, so that spaces and ends of lines are seen.
+// Text in quotes, with symbols for line breaks and tabs.
 export function quoted(text) {
   return `“${text.replace(/\n/g, "↵").replace(/\t/g, "⇥")}”`;
 }

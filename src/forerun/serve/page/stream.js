@@ -1,4 +1,4 @@
-// A streamed request: sends a body and gives its chunks with the times at which they came.
+// A streamed request: sends a body and passes on the chunks of its answer with their arrival times.
 
 export class Refused extends Error {
   constructor(message, status) {
@@ -7,9 +7,9 @@ export class Refused extends Error {
   }
 }
 
-// Call `heard(chunk, ms)` for every chunk; ms count from the request. Ends when the stream does; raises Refused for an
-// error of the server, wherever it comes, and what fetch raises where the request is cancelled or nobody answers.
-export async function ask(path, body, key, signal, heard) {
+// Call `onChunk(chunk, ms)` for every chunk, `ms` after the request was sent; returns when the stream ends. Throws
+// Refused for an error of the server, before or in the stream, and fetch's error if cancelled or unreachable.
+export async function ask(path, body, key, signal, onChunk) {
   const started = performance.now();
   const headers = { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -34,22 +34,22 @@ export async function ask(path, body, key, signal, heard) {
         }
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Refused(chunk.error.message, 500);
-        heard(chunk, now);
+        onChunk(chunk, now);
       }
     }
   } finally {
     await reader.cancel().catch(() => {});
   }
-  if (!done) throw new Refused("the answer ended before its end.", 500);
+  if (!done) throw new Refused("the stream ended before the answer was complete.", 500);
 }
 
-// What an answer that is no stream says of a mistake.
+// The error in a response that is not a stream.
 export async function refusal(response) {
   let message = `the server answered with status ${response.status}.`;
   try {
     message = (await response.json()).error.message;
   } catch {
-    // it is no JSON: its status is all there is
+    // the body is not JSON, so only the status is known
   }
   return new Refused(message, response.status);
 }

@@ -1,5 +1,5 @@
-// A conversation: its messages, as the next request sends them and as the page shows them.
-// The latest answer is shown in the lanes, with its colours; it joins the list when the next message is sent.
+// A conversation: its messages, which the next request sends and the page lists.
+// The latest answer is shown in the lanes, with its colours; it appears in the list when the next message is sent.
 
 export class Conversation {
   constructor(list) {
@@ -12,7 +12,7 @@ export class Conversation {
     this.list.replaceChildren();
   }
 
-  // Show the latest answer here too: the lanes get another one.
+  // Show the latest answer in the list, since the lanes will show the next one.
   unfold() {
     this.list.querySelector(".latest")?.classList.remove("latest");
   }
@@ -22,12 +22,12 @@ export class Conversation {
     this.add("user", content);
   }
 
-  // Add the answer to it.
+  // Add the model's answer.
   answer(content) {
     this.add("assistant", content).classList.add("latest");
   }
 
-  // Take the user's message back, which got no answer.
+  // Remove the user's last message, which got no answer.
   retract() {
     this.messages.pop();
     this.list.lastChild.remove();
