@@ -175,13 +175,13 @@ def check_fates(round_: TracedRound) -> None:
         assert guess.verdict == ("rejected" if in_turn else "not judged")
         if not in_turn:
             above = round_.guesses[guess.parent - 1].reason if guess.parent not in kept else ""
-            behind = "behind a rejected guess" if "not judged" not in above else above.removeprefix("not judged: ")
+            behind = "after a rejected token" if "not verified" not in above else above.removeprefix("not verified: ")
             behind = "on another branch" if behind == "another was accepted" else behind
-            assert guess.reason == "not judged: " + (behind if guess.parent not in kept else "another was accepted")
+            assert guess.reason == "not verified: " + (behind if guess.parent not in kept else "another was accepted")
     for guess in round_.guesses:
         if guess.verdict != "not judged":
             decided = guess.coin if round_.rule != "follow" else None
-            assert ("the target drew" if decided is None else f"coin {decided:.3f}") in guess.reason
+            assert ("the target sampled" if decided is None else f"coin {decided:.3f}") in guess.reason
 
 
 @pytest.mark.short("model-coupled-4x1-1.0", "model-token-4x1-0.0")

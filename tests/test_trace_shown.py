@@ -13,7 +13,7 @@ from forerun.accept.commit import Origin
 from forerun.card import STYLES
 from forerun.trace import record, values
 from forerun.trace.show import picture, svg
-from forerun.trace.values import Guess, Trace, quote
+from forerun.trace.values import Trace, TracedNode, quote
 from kit.checkpoints import TARGET
 from kit.command import command, refusal
 from kit.tracing import CASES, MODEL, Case, cases, traces
@@ -25,7 +25,7 @@ def printed(told: Trace, width: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def row_of(guess: Guess) -> str:
+def row_of(guess: TracedNode) -> str:
     """What identifies a guess's line, apart from its branch."""
     q = "-" if guess.q is None else f"{guess.q:.3f}"
     return f"{quote(guess.text)} {q} {guess.p:.3f}"
@@ -70,13 +70,13 @@ def test_the_legend_explains_what_occurs_and_the_end_says_what_it_came_to() -> N
     assert "same noise" not in greedy + ngram + plain + token + block
     assert "temperature 0" in greedy
     assert "it has none" in ngram
-    assert "plain decoding, one token for each pass" in plain
+    assert "plain decoding, one token per pass" in plain
     assert "its coin" in token
-    assert "later guess" in block
+    assert "later token's coin" in block
     told = traces(CASES[0])[0]
     assert f"{len(told.rounds)} rounds for 12 tokens: plain decoding needs 12 target passes." in coupled
     assert f"Same tokens as plain decoding: yes (seed {told.seed})" in coupled
-    assert "the law of plain decoding" in token
+    assert "the distribution of plain decoding" in token
     one = replace(told, rounds=told.rounds[:1], token_ids=told.token_ids[:1], same_as_plain=False)
     end = " ".join(printed(one, 80)[-2:])
     assert "1 round for 1 token: plain decoding needs 1 target pass." in end
@@ -104,7 +104,7 @@ def test_the_object_is_json_and_as_documented() -> None:
         assert len(found["rounds"]) == len(told.rounds)
         assert found["token_ids"] == [t["token_id"] for r in found["rounds"] for t in r["emitted"]]
         for mine, round_ in zip(found["rounds"], told.rounds, strict=True):
-            assert [Guess(**guess) for guess in mine["guesses"]] == list(round_.guesses)
+            assert [TracedNode(**guess) for guess in mine["guesses"]] == list(round_.guesses)
             assert [Origin(token["origin"]) for token in mine["emitted"]] == [t.origin for t in round_.emitted]
     documented = set((values.__doc__ or "").replace("(0 is the root)", "").replace(",", " ").replace(":", " ").split())
     first = next(r for r in found["rounds"] if r["guesses"])

@@ -13,7 +13,7 @@ from forerun.draft.text.suffix import SuffixDrafter
 from forerun.errors import ForerunError, InvalidRequest, UnknownDrafter
 from forerun.inside import chain_rounds
 from forerun.inside.chain_rounds import GREEDY, ChainRounds
-from forerun.inside.row_texts import PATIENCE, EngineRow, KnownText, RowTexts, grow
+from forerun.inside.row_texts import PATIENCE, EngineRow, KnownText, RowTexts, extend
 from forerun.inside.vllm import Proposer, options_of
 from forerun.sampling.draws import Draws
 from forerun.sampling.tables import RowSampling
@@ -192,7 +192,7 @@ class World:
         new, drafted = [1] * num_rows, 0
         for number in range(num_rounds):
             rows = {i: EngineRow(np.array(text, np.int32), new[i]) for i, text in enumerate(texts)}
-            drafts = rounds.propose(rows, reads=False)
+            drafts = rounds.propose(rows, prefills=False)
             assert not rounds.broken
             num_tokens = num_rows + sum(map(len, drafts.values()))
             drafted += num_tokens > num_rows and number >= num_rounds // 2
@@ -244,8 +244,8 @@ def test_texts_grow_and_equal_ones_are_told_apart_by_their_rows() -> None:
     one = np.array([1, 2, 3], np.int32)
     (first, second), _ = texts.follow({0: EngineRow(one, 1), 1: EngineRow(one, 2)})
     assert (first.id, first.num_prompt, second.num_prompt) == (0, 2, 1)
-    assert grow(first, one) == [1, 2, 3]
-    assert grow(second, one) == [1, 2, 3]
+    assert extend(first, one) == [1, 2, 3]
+    assert extend(second, one) == [1, 2, 3]
     other, longer = np.array([1, 2, 3, 4], np.int32), np.array([1, 2, 3, 5, 6], np.int32)
     followed, forgotten = texts.follow({0: EngineRow(longer, 2), 1: EngineRow(other, 1)})
     assert followed == [first, second]

@@ -31,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from forerun import Speculation
 from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel
-from forerun.inside.transformers import ENGINES, FOLDER, engine_of, generate, law_of, release
+from forerun.inside.transformers import ENGINES, FOLDER, engine_of, generate, release, sampling_fields
 from forerun.prove.chi_square import LEVEL, chi_square
 from kit.checkpoints import SMALL, TARGET
 from kit.sparse import DENSE, FAMILIES, write_sparse
@@ -207,15 +207,15 @@ def test_a_penalty_of_the_callers_counts_the_padding_too(model: PreTrainedModel,
 def test_the_usual_penalty_is_the_engines_own() -> None:
     penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([0, 2]))
     for row, padding in enumerate([(), (7, 7)]):
-        fields = law_of([penalty], GenerationConfig(), row, padding)
+        fields = sampling_fields([penalty], GenerationConfig(), row, padding)
         assert fields == {"temperature": 0.0, "repetition_penalty": 1.5, "logits_processors": []}
 
 
 def test_a_filter_that_keeps_some_tokens_whatever_their_chance_runs_as_it_is() -> None:
     config = GenerationConfig(do_sample=True)
     keeping, usual = TopPLogitsWarper(0.5, min_tokens_to_keep=3), TopPLogitsWarper(0.5)
-    assert law_of([usual], config, 0, ()) == {"temperature": 1.0, "top_p": 0.5, "logits_processors": []}
-    kept = law_of([keeping], config, 0, ())
+    assert sampling_fields([usual], config, 0, ()) == {"temperature": 1.0, "top_p": 0.5, "logits_processors": []}
+    kept = sampling_fields([keeping], config, 0, ())
     assert "top_p" not in kept
     (processor,) = kept["logits_processors"]
     logits = torch.tensor([9.0, 3.0, 2.0, 1.0])

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.bench.material import Passage
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import AT_ONCE, Questioner, RemoteAnswer, TokenChance, answer_of
+from forerun.remote.answers import AT_ONCE, AnswerClient, RemoteAnswer, TokenChance, answer_of
 from forerun.remote.counters import SpeculationCounts
 from forerun.remote.equality import (
     NEAR_TIE,
@@ -18,9 +18,9 @@ from forerun.remote.equality import (
     TextEquality,
     compare_texts,
     difference_of,
+    first_difference,
     gap_of,
     largest_drift,
-    parting,
 )
 
 NEAR, FAR = {" a": -0.7, " b": -0.8, " c": -3.0}, {" a": -0.1, " b": -3.0, " c": -5.0}
@@ -103,11 +103,11 @@ def test_gaps_of_a_server_that_tells_one_token_have_a_bound() -> None:
     assert gap_of({}, " a", " b") == (None, False)
 
 
-def test_parting_counts_tokens_where_they_are_named() -> None:
-    assert parting(answer(" a", " bc"), answer(" a", " bd")) == 1
-    assert parting(answer(" a", " bc"), answer(" a", " bd", named=False)) == 4
-    assert parting(answer(" a"), answer(" a")) is None
-    assert parting(answer(" a", " b"), answer(" a")) == 1
+def test_the_first_difference_counts_tokens_where_they_are_named() -> None:
+    assert first_difference(answer(" a", " bc"), answer(" a", " bd")) == 1
+    assert first_difference(answer(" a", " bc"), answer(" a", " bd", named=False)) == 4
+    assert first_difference(answer(" a"), answer(" a")) is None
+    assert first_difference(answer(" a", " b"), answer(" a")) == 1
 
 
 def test_drift_is_that_of_the_shared_beginning() -> None:
@@ -117,7 +117,7 @@ def test_drift_is_that_of_the_shared_beginning() -> None:
     assert largest_drift([answer(" a", named=False)], [answer(" a", named=False)]) is None
 
 
-class Saying(Questioner):
+class Saying(AnswerClient):
     """Says the same to every prompt: one answer alone, another one beside others."""
 
     def __init__(self, alone: RemoteAnswer, beside: RemoteAnswer) -> None:

@@ -11,7 +11,7 @@ from forerun.economy import expected_tokens
 from forerun.remote.counters import SpeculationCounts
 from forerun.remote.depths import LIKELY
 from forerun.remote.dialects import dialect_of
-from forerun.remote.forecast import ServedCell, advice_of, cell_of, expected_to_hurt_from, hurts_from
+from forerun.remote.forecast import ServedCell, advice_of, cell_of, predicted_slower_from, slower_from
 from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock, ServerPlan
 from forerun.remote.tuning import ServerTuning
 from forerun.traffic.client import TimedAnswer
@@ -163,24 +163,24 @@ def test_drafts_in_a_part_of_the_rounds_are_worth_less() -> None:
     assert found.by_depth[2].low == pytest.approx((1 + 0.5 * 1.36) / 1.4)
 
 
-def test_it_hurts_from_where_it_is_slower_at_that_load_and_all_above() -> None:
+def test_it_slower_from_where_it_is_slower_at_that_load_and_all_above() -> None:
     gives = expected_tokens(RATES, DEPTH)
     costs = {1: 1.5, 4: 1.1 * gives, 8: 0.9 * gives, 16: 1.2 * gives, 32: 2 * gives}
     cells = [cell(clients, cost) for clients, cost in costs.items()]
-    found = hurts_from(cells)
+    found = slower_from(cells)
     assert found is not None
     assert found.clients == 16
-    assert hurts_from(cells[:1]) is None
-    assert hurts_from(cells[1:2]) is cells[1]
+    assert slower_from(cells[:1]) is None
+    assert slower_from(cells[1:2]) is cells[1]
 
 
 def test_the_line_through_costs_is_drawn_as_far_as_four_times_the_heaviest_load() -> None:
     gives = expected_tokens(RATES, DEPTH)
     line = [cell(n, 1 + (gives - 1) * n / 40) for n in (1, 4, 16)]
-    assert expected_to_hurt_from(line) == pytest.approx(40)
-    assert expected_to_hurt_from([cell(n, 1 + (gives - 1) * n / 90) for n in (1, 4, 16)]) is None
-    assert expected_to_hurt_from([cell(1, 1.5), cell(16, 1.5)]) is None
-    assert expected_to_hurt_from([cell(1, 1.5), cell(16, 2 * gives)]) is None  # measured already
+    assert predicted_slower_from(line) == pytest.approx(40)
+    assert predicted_slower_from([cell(n, 1 + (gives - 1) * n / 90) for n in (1, 4, 16)]) is None
+    assert predicted_slower_from([cell(1, 1.5), cell(16, 1.5)]) is None
+    assert predicted_slower_from([cell(1, 1.5), cell(16, 2 * gives)]) is None  # measured already
 
 
 def tuning(*cells: ServedCell) -> ServerTuning:

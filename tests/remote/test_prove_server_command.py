@@ -191,7 +191,7 @@ def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
         )
         both = ("--server", locked.url, "--plain", other.url, "--api-key", "secret")
         assert "serves 'other', not 'toy'" in refusal("prove", "--prompts", str(prompts), *both)
-        assert "'more' is not served at" in refusal(
+        assert "does not serve 'more'" in refusal(
             "prove", "--prompts", str(prompts), *both, "--served-model-name", "more"
         )
         assert "draft: it cannot be used with --server" in refusal(

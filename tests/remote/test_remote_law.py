@@ -16,11 +16,11 @@ from forerun.bench.material import Passage
 from forerun.prove.cells import MOST_TOKENS
 from forerun.prove.chi_square import LEVEL, smallest_bias
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import Questioner, RemoteAnswer, TokenChance
+from forerun.remote.answers import AnswerClient, RemoteAnswer, TokenChance
 from forerun.remote.counters import SpeculationCounts
 from forerun.remote.dialects import dialect_of
 from forerun.remote.law import (
-    FURTHER,
+    EXTRA_TOKENS,
     ServedLaw,
     TokenNumbers,
     cells_of,
@@ -41,12 +41,12 @@ def texts(
     noise, answers = random.Random(f"{rule} {seed}"), []
     for _ in range(num_texts):
         words = [draw(model.law(FIRST, 1.0), noise)]
-        while len(words) < MOST_TOKENS + FURTHER:
+        while len(words) < MOST_TOKENS + EXTRA_TOKENS:
             if rule is None:
                 words.append(draw(model.law(words[-1], 1.0), noise))
             else:
                 words += speculate(model, words[-1], 1.0, DEPTH, rule, noise).words
-        answers.append(answer(words[: MOST_TOKENS + FURTHER], rule is None, named, model))
+        answers.append(answer(words[: MOST_TOKENS + EXTRA_TOKENS], rule is None, named, model))
     return answers
 
 
@@ -97,7 +97,7 @@ def test_without_log_probabilities_counts_of_both_servers_find_it() -> None:
     wrong = law_test("x", plain, texts("greedy", 1500, 2, named=False))
     right = law_test("x", plain, texts("exact", 1500, 2, named=False))
     assert not wrong.exact
-    assert "letters" in wrong.counted
+    assert "characters" in wrong.counted
     assert wrong.p_value < LEVEL <= right.p_value
 
 
@@ -179,7 +179,7 @@ def test_results_are_corrected_for_the_number_of_tests() -> None:
     assert counted.smallest_bias == pytest.approx(math.sqrt(2) * smallest_bias(found.freedom, found.num_texts, 1))
 
 
-class Drawing(Questioner):
+class Drawing(AnswerClient):
     """Draws as quickly as it can: `law` is that of texts, `told` what log-probabilities say of them."""
 
     def __init__(self, law: np.ndarray, told: np.ndarray | None, noise: np.random.Generator) -> None:
@@ -195,7 +195,7 @@ class Drawing(Questioner):
         self, prompts: Sequence[Passage], seeds: Sequence[int], *_: object, **__: object
     ) -> list[RemoteAnswer]:
         self.seeds.extend(seeds)
-        drawn = self.noise.choice(len(self.law), (len(prompts), MOST_TOKENS + FURTHER), p=self.law)
+        drawn = self.noise.choice(len(self.law), (len(prompts), MOST_TOKENS + EXTRA_TOKENS), p=self.law)
         names = np.array(WORDS)[drawn]
         return [RemoteAnswer("".join(row), tuple(TokenChance(str(n), self.told) for n in row), False) for row in names]
 

@@ -140,7 +140,7 @@ def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:
             "tune", "--server", other.url, "--against", dead
         )
         assert "serves 'other', not 'toy': serve the same model there" in refusal("tune", *both)
-        assert "against_model: 'x' is not served at" in refusal("tune", *both, "--against-model", "x")
+        assert "does not serve 'x'" in refusal("tune", *both, "--against-model", "x")
         assert "drafts: it cannot be used with --server" in refusal("tune", "--server", other.url, "--drafts", "ngram")
         assert "out: it cannot be used with --server" in refusal("tune", "--server", other.url, "--out", str(tmp_path))
         assert "batch: it cannot be used with --server" in refusal("tune", "--server", other.url, "--batch", "2")

@@ -36,7 +36,7 @@ class LocalReplicas:
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         call, loss = copied(call), self.losses.pop(0) if self.losses else None
         name = self.table.ranked(call.route, {each: self.under_way[each] for each in self.there})[0]
-        self.table.note(call.route, name)
+        self.table.record(call.route, name)
         self.took.append(name)
         self.under_way[name] += 1
         try:
@@ -70,7 +70,7 @@ def replicated(
         replicas = LocalReplicas({f"r{i}": Replica(llm, f"r{i}") for i, llm in enumerate(engines)}, table=table)
         for replica in replicas.there.values():
             stack.callback(replica.front.close)
-        llm = RemoteLLM(copied(replicas.there["r0"].described()), number)
+        llm = RemoteLLM(copied(replicas.there["r0"].description()), number)
         service_of = partial(ReplicaService, replicas=replicas)
         served = stack.enter_context(running(llm, service_of, engines, **settings))
         yield served, replicas

@@ -136,10 +136,10 @@ def test_requests_that_end_in_any_way_are_counted_no_longer() -> None:
         for number, end in enumerate(ways):
             request = pending(str(number))
             await made.choose_replicas(REPLICAS, request)
-            assert made.under_way == {str(number): ("a" if number % 2 == 0 else "b", 2)}
+            assert made.open_requests == {str(number): ("a" if number % 2 == 0 else "b", 2)}
             end(request)
             await asyncio.sleep(0)
-            assert made.under_way == {}
+            assert made.open_requests == {}
 
     with unchecked():  # stand-ins for what is Ray's
         asyncio.run(all_ways())
@@ -152,7 +152,7 @@ def test_a_request_that_is_over_before_it_is_told_to_be_routed_is_not_counted() 
         request.future.set_result(REPLICAS[1])
         made.on_request_completed(REPLICAS[1].replica_id, "short")
         made.on_request_routed(request, REPLICAS[1].replica_id, None)
-        assert made.under_way == {}
+        assert made.open_requests == {}
 
     with unchecked():
         asyncio.run(too_short())

@@ -12,7 +12,7 @@ def home(table: RouteTable, route: Route, loads: dict[str, int]) -> str:
     """Where a request goes, which is noted."""
     ranked = table.ranked(route, loads)
     assert sorted(ranked) == sorted(loads)
-    table.note(route, ranked[0])
+    table.record(route, ranked[0])
     return ranked[0]
 
 
@@ -29,10 +29,10 @@ def test_a_conversation_stays_where_its_beginning_was_read_and_new_ones_take_tur
 
 def test_the_longest_known_beginning_counts() -> None:
     table = RouteTable(16)
-    table.note(Route.of("", BEGINNING[:KEY_TOKENS]), "b")
-    table.note(Route.of("", (*BEGINNING[:KEY_TOKENS], *[7] * KEY_TOKENS)), "c")
+    table.record(Route.of("", BEGINNING[:KEY_TOKENS]), "b")
+    table.record(Route.of("", (*BEGINNING[:KEY_TOKENS], *[7] * KEY_TOKENS)), "c")
     assert home(table, Route.of("", (*BEGINNING[:KEY_TOKENS], *[7] * KEY_TOKENS, 1, 2)), IDLE) == "c"
-    table.note(Route.of("", BEGINNING), "b")
+    table.record(Route.of("", BEGINNING), "b")
     assert home(table, Route.of("", (*BEGINNING, 1)), IDLE) == "b"
 
 
@@ -63,7 +63,7 @@ def test_long_prompts_and_many_beginnings_are_bounded() -> None:
     assert len(Route.of("", range(KEY_TOKENS * (MOST_KEYS + 9))).keys) == MOST_KEYS
     table = RouteTable(1)
     table.homes.update(dict.fromkeys(range(1 << 17), "a"))
-    table.note(Route.of("", BEGINNING), "b")
+    table.record(Route.of("", BEGINNING), "b")
     assert len(table.homes) == 1 << 17
     assert home(table, Route.of("", BEGINNING), {"a": 0, "b": 0}) == "b"  # the oldest were forgotten
 
@@ -72,5 +72,5 @@ def test_what_was_used_last_is_forgotten_last(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("forerun.replicas.routes.MOST_HOMES", 2)
     table = RouteTable(4)
     for key in ("a", "b", "a", "c"):
-        table.note(Route((key,)), "r1")
+        table.record(Route((key,)), "r1")
     assert list(table.homes) == ["a", "c"]

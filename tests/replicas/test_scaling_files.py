@@ -69,12 +69,12 @@ def test_a_replica_takes_its_threads_or_an_even_share_and_a_gpu_where_it_runs_on
 def test_replicas_for_which_a_machine_has_no_room_are_refused(
     replicas: str, arguments: dict[str, Any], cluster: dict[str, float]
 ) -> None:
-    with pytest.raises(InvalidRequest, match=r"replicas: . replicas take . .PUs each.*or a cluster, by --ray"):
-        ReplicaSettings.of(replicas).require_room(arguments, cluster)
+    with pytest.raises(InvalidRequest, match=r"replicas: . replicas need . .PUs each.*or a cluster with --ray"):
+        ReplicaSettings.of(replicas).require_resources(arguments, cluster)
 
 
 @pytest.mark.parametrize("replicas", ["1", "2", "1:4", "3", "7", "10"])
 def test_replicas_that_share_a_machine_have_room(replicas: str) -> None:
     for num_cores in (1.0, 2.0, 16.0):
-        ReplicaSettings.of(replicas).require_room({}, {"CPU": num_cores})
-    ReplicaSettings.of("1:4").require_room({"threads": 2}, {"CPU": 2.0})
+        ReplicaSettings.of(replicas).require_resources({}, {"CPU": num_cores})
+    ReplicaSettings.of("1:4").require_resources({"threads": 2}, {"CPU": 2.0})

@@ -56,7 +56,7 @@ def run(replicas: LocalReplicas, alone: LLM, tmp_path: Path, monkeypatch: pytest
 
     @contextmanager
     def ray_replicas(_: Any, settings: Any, __: float, ___: str) -> Iterator[tuple[RemoteLLM, LocalReplicas]]:
-        yield RemoteLLM(copied(replicas.there["r0"].described()), settings.most), replicas
+        yield RemoteLLM(copied(replicas.there["r0"].description()), settings.most), replicas
 
     monkeypatch.setitem(sys.modules, "forerun.replicas.on_ray", SimpleNamespace(ray_replicas=ray_replicas))  # type: ignore[arg-type]
     monkeypatch.setattr("forerun.commands.serve.require_ray", lambda: None)
@@ -164,7 +164,7 @@ def test_replicas_of_another_fingerprint_are_refused(run: Callable[..., Result],
     [
         (["--replicas", "2", "a prompt"], "replicas: it needs a file of prompts: name one with --input"),
         (["--ray", "auto", "--input", "x.jsonl"], "ray: auto needs --replicas"),
-        (["--replicas", "2:1", "--input", "x.jsonl"], "replicas: 2:1 is not possible"),
+        (["--replicas", "2:1", "--input", "x.jsonl"], "replicas: 2:1 is not a valid range"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words: list[str], told: str) -> None:

@@ -181,7 +181,7 @@ def test_failures_count_and_have_no_times() -> None:
     server.delays = failing
     report = load_test(server, ServerLoad("concurrency", 1.0), agreement=ServiceLevel(between_s=100.0))
     (figures,) = report.figures
-    assert figures.errors == {"the stream ended before its end": 1, "'broke'": 1}
+    assert figures.errors == {"the stream ended before the answer was complete": 1, "'broke'": 1}
     assert json.loads(json.dumps(report.as_object()))["cells"][0]["errors"] == figures.errors
     assert figures.times.num_answers == 4
     assert figures.kept == 4 / 6

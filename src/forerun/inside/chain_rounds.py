@@ -1,7 +1,7 @@
-"""Chain rounds: drafts chains for another engine, which verifies them itself.
+"""Chain rounds: drafts chains for another engine, which verifies them and owns the caches.
 
-The drafter and the controller learn from what the other engine shows: accepted tokens from the growth of the rows'
-texts, and the time of a round from the time between two calls. Verification and caches belong to the other engine.
+The drafter and the controller only see the calls of the other engine: accepted tokens follow from the growth of the
+rows' texts, and the time of a round from the time between two calls.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from forerun.control.controller import Controller, Load
 from forerun.control.measured import MeasuredDepth
 from forerun.draft.base import NO_DRAFT, Budget, Committed, Drafter
 from forerun.guard import attempt
-from forerun.inside.row_texts import EngineRow, KnownText, RowTexts, grow
+from forerun.inside.row_texts import EngineRow, KnownText, RowTexts, extend
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.tables import RowSampling
 from forerun.tree import HostTree
 
 PLENTY = 1 << 30  # the other engine manages its own cache
-UNKNOWN = -2  # as the drafter of a row whose acceptance is unknown
+UNKNOWN = -2  # the drafter's number in the outcome of a row whose acceptance is unknown
 GREEDY = SamplingParams(temperature=0)
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class GivenChain:
-    """The draft of a row in the last call, and the member of a mix that made it."""
+class DraftedChain:
+    """The draft tokens of a row in the last call, and the number of the drafter in a mix that drafted them."""
 
-    guesses: Sequence[int]
+    tokens: Sequence[int]
     drafter: int
 
     def outcome(self, seq_id: int, gained: Sequence[int] | None) -> RowOutcome:
-        """The outcome, if the text gained these tokens; None: unknown."""
+        """The outcome of a row whose text gained these tokens; None if unknown."""
         if gained is None:
             return RowOutcome(seq_id, 0, 0, 0, 0, UNKNOWN)
-        drafted, accepted = len(self.guesses), min(len(self.guesses), len(gained) - 1)
+        drafted, accepted = len(self.tokens), min(len(self.tokens), len(gained) - 1)
         return RowOutcome(seq_id, drafted, min(drafted, accepted + 1), accepted, len(gained), self.drafter)
 
 
 @dataclass(slots=True)
 class ChainRounds:
-    """The drafts for one engine. `depth`: maximum chain length; `max_length`: maximum length of a text.
+    """The drafts for one engine. `depth`: maximum chain length; `max_length`: maximum length of a text in tokens.
 
-    `tenant`: the tenant of all texts, for drafters that learn from past answers; None: they must not.
+    `tenant`: the tenant of all texts, for drafters that use past answers; None forbids that.
     """
 
     drafter: Drafter
@@ -61,7 +61,7 @@ class ChainRounds:
     tenant: str | None = None
     controller: Controller = field(default_factory=MeasuredDepth)
     texts: RowTexts = field(init=False)
-    given: dict[int, GivenChain] = field(default_factory=dict)  # drafts of the last call, by text
+    drafted: dict[int, DraftedChain] = field(default_factory=dict)  # the drafts of the last call, by text id
     draft_s: float = 0.0  # duration of the last call
     drafter_s: Sequence[float] = ()
     ended_s: float = 0.0
@@ -70,25 +70,25 @@ class ChainRounds:
     def __post_init__(self) -> None:
         self.texts = RowTexts(most_absent=self.max_num_rows)
 
-    def propose(self, rows: Mapping[int, EngineRow], reads: bool) -> dict[int, list[int]]:
-        """Drafts for these rows, by number; `reads`: whether the last round included prefill.
+    def propose(self, rows: Mapping[int, EngineRow], prefills: bool) -> dict[int, list[int]]:
+        """Drafts for these rows, by number; `prefills`: whether the last round included prefill.
 
-        If the drafter raises, drafting is switched off permanently with a warning.
+        If the drafter raises, a warning is logged and drafting is switched off permanently.
         """
         drafts: dict[int, list[int]] = {}
-        if not self.broken and (error := attempt(lambda: drafts.update(self.round(rows, reads)))) is not None:
+        if not self.broken and (error := attempt(lambda: drafts.update(self.round(rows, prefills)))) is not None:
             self.broken = True
             log.warning("Drafting is switched off: the drafter %s failed.", self.drafter.names[0], exc_info=error)
             drafts = {}
         return drafts
 
-    def round(self, rows: Mapping[int, EngineRow], reads: bool) -> dict[int, list[int]]:
-        """Learn from the last round, and draft for the next one."""
+    def round(self, rows: Mapping[int, EngineRow], prefills: bool) -> dict[int, list[int]]:
+        """Record the outcome of the last round, and draft for the next one."""
         began_s = time.perf_counter()
         texts, forgotten = self.texts.follow(rows)
         known = [len(text.ids) for text in texts]
-        gained = [grow(text, row.ids) for text, row in zip(texts, rows.values(), strict=True)]
-        self.record(texts, gained, began_s - self.ended_s, reads or not all(known))
+        gained = [extend(text, row.ids) for text, row in zip(texts, rows.values(), strict=True)]
+        self.record(texts, gained, began_s - self.ended_s, prefills or not all(known))
         self.drafter.observe(self.news(texts, known))
         if forgotten:
             self.drafter.forget(forgotten)
@@ -99,29 +99,31 @@ class ChainRounds:
             draft = self.drafter.propose(self.draws(texts), budgets)
             chains = [self.chain(tree, budget) for tree, budget in zip(draft.tree.host(), budgets, strict=True)]
             self.drafter_s = draft.drafter_s
-        self.given = {
-            text.id: GivenChain(chain, budget.drafter if budget.depth else -1)
+        self.drafted = {
+            text.id: DraftedChain(chain, budget.drafter if budget.depth else -1)
             for text, chain, budget in zip(texts, chains, budgets, strict=True)
         }
         self.ended_s = time.perf_counter()
         self.draft_s = self.ended_s - began_s
         return dict(zip(rows, chains, strict=True))
 
-    def record(self, texts: Sequence[KnownText], gained: Sequence[Sequence[int]], pass_s: float, reads: bool) -> None:
+    def record(
+        self, texts: Sequence[KnownText], gained: Sequence[Sequence[int]], pass_s: float, prefills: bool
+    ) -> None:
         """Record the last round in the controller; acceptance follows from the tokens that texts gained.
 
-        The gain of a finished text is unknown. The time of a round counts only if its rows are the same now, and
-        there was no prefill.
+        The acceptance of a finished text is unknown. The time of a round is used only if the rows have not changed
+        since, and there was no prefill.
         """
         gains = {text.id: tokens for text, tokens in zip(texts, gained, strict=True)}
-        rows = [chain.outcome(seq_id, gains.get(seq_id)) for seq_id, chain in self.given.items()]
-        usual = not reads and list(gains) == list(self.given)
+        rows = [chain.outcome(seq_id, gains.get(seq_id)) for seq_id, chain in self.drafted.items()]
+        comparable = not prefills and list(gains) == list(self.drafted)
         if rows:
-            outcome = Outcome(rows, 0, self.draft_s, pass_s, drafter_s=self.drafter_s, captured=not usual)
+            outcome = Outcome(rows, 0, self.draft_s, pass_s, drafter_s=self.drafter_s, captured=not comparable)
             self.controller.record(outcome)
 
     def news(self, texts: Sequence[KnownText], known: Sequence[int]) -> Committed:
-        """The newly committed tokens. The last token of a text is its root, which is committed in the next round."""
+        """The newly committed tokens. The last token of a text is the root, which is committed in the next round."""
         tokens: list[int] = []
         offsets = [0]
         for text, length in zip(texts, known, strict=True):

@@ -1,8 +1,8 @@
 """Row texts: identifies an engine's rows across steps by their tokens.
 
-The other engine gives the tokens of every row in every step, without ids; rows move, finish, wait and return between
-steps. A row continues a known text if it starts with all of its tokens. State stored for a text must therefore be a
-function of its tokens; then it does not matter which of two equal texts a row is matched with.
+The other engine passes the tokens of every row in every step, without ids; rows move, finish, wait and return between
+steps. A row continues a known text if it starts with all tokens of the text. State that is stored for a text must be a
+function of its tokens, so that it does not matter which of two equal texts a row is matched with.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
-PATIENCE = 8  # steps for which a text without a row is kept, since it may wait
+PATIENCE = 8  # steps for which a text without a row is kept, since its row may return
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """A row in a step: all tokens of its text; the last `num_new` were generated in this step."""
+    """A row in a step: all tokens of its text, of which the last `num_new` were generated in this step."""
 
     ids: Tokens
     num_new: int
@@ -28,7 +28,7 @@ class EngineRow:
 
 @dataclass(slots=True, eq=False)
 class KnownText:
-    """A text: its tokens when last seen, the length of its prompt, and the step of the last sight."""
+    """A text: its tokens when it last had a row, the length of its prompt, and the last step in which it had one."""
 
     id: int
     num_prompt: int
@@ -56,9 +56,9 @@ class RowTexts:
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def follow(self, rows: Mapping[int, EngineRow]) -> tuple[list[KnownText], list[int]]:
-        """(the texts of these rows, in order, with their tokens of the step before; the ids of forgotten texts).
+        """(the texts of these rows, in order, with their tokens of the previous step; the ids of forgotten texts).
 
-        `rows`: rows that gained tokens, by number. A new text has no tokens yet; `grow` adds them.
+        `rows`: rows that gained tokens, by number. A new text has no tokens until `extend` adds them.
         """
         self.step += 1
         here: dict[int, KnownText] = {}
@@ -71,9 +71,9 @@ class RowTexts:
         for number, row in rows.items():
             if number in here:
                 continue
-            begun = [text for text in left if text.begins(row.ids)]
-            if begun:
-                here[number] = text = max(begun, key=lambda text: len(text.ids))
+            prefixes = [text for text in left if text.begins(row.ids)]
+            if prefixes:
+                here[number] = text = max(prefixes, key=lambda text: len(text.ids))
                 left.remove(text)
             else:
                 here[number] = KnownText(next(self.numbers), len(row.ids) - row.num_new, row.ids[:0], [], self.step)
@@ -83,15 +83,15 @@ class RowTexts:
         return [here[number] for number in rows], self.forget(left)
 
     def forget(self, left: Sequence[KnownText]) -> list[int]:
-        """Keep recent ones of these texts without a row; returns the ids of the others."""
+        """Keep the recent ones of these texts without a row; returns the ids of the others."""
         recent = sorted((text for text in left if self.step - text.last_seen <= PATIENCE), key=lambda t: t.last_seen)
         self.absent = recent[max(0, len(recent) - self.most_absent) :]
         kept = {text.id for text in self.absent}
         return [text.id for text in left if text.id not in kept]
 
 
-def grow(text: KnownText, row: Tokens) -> list[int]:
-    """Update a text to its row's tokens; returns the tokens that it gained."""
+def extend(text: KnownText, row: Tokens) -> list[int]:
+    """Extend a text to its row's tokens; returns the tokens that it gained."""
     gained: list[int] = row[len(text.ids) :].tolist()
     text.ids = row.copy()
     text.tokens += gained

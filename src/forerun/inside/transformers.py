@@ -1,7 +1,7 @@
 """forerun inside transformers: `model.generate(..., custom_generate=generate, draft="suffix")`.
 
 A call of transformers' `generate` is translated to requests of a forerun engine, and the engine's tokens to the tensor
-that transformers would return. The engine has its own copy of the model's weights, packed for its kernels, and is
+that transformers would return. The engine has a separate copy of the model's weights, packed for its kernels, and is
 cached until the model changes or is deleted.
 """
 
@@ -41,38 +41,40 @@ except ImportError as error:
         "forerun.inside.transformers needs transformers: pip install 'forerun[transformers]'"
     ) from error
 
-FOLDER = Path(__file__).parent / "folder"  # for `custom_generate` as a folder
+FOLDER = Path(__file__).parent / "folder"  # for `custom_generate=FOLDER`
 WARPERS: Mapping[type, str] = {  # in transformers' order; each has the field of SamplingParams as an attribute
     logits_process.TemperatureLogitsWarper: "temperature",
     logits_process.TopKLogitsWarper: "top_k",
     logits_process.TopPLogitsWarper: "top_p",
     logits_process.MinPLogitsWarper: "min_p",
 }
-NOT_BY_ROW = (  # they use the model or the whole batch, or have state
+BATCH_PROCESSORS = (  # not possible for single rows: they use the model or the entire batch, or have state
     logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.SynthIDTextWatermarkLogitsProcessor,
 )
-UNUSED = frozenset({"cache", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids"})
-ASKED_ALONE = {  # fields of GenerationConfig that are not supported, and what to do instead
-    "num_beams": "beams are not searched here: leave it out",
-    "output_scores": "scores are not returned here: leave it out, or use forerun's LLM with logprobs",
-    "output_logits": "logits are not returned here: leave it out",
-    "output_attentions": "attentions are not returned here: leave it out",
-    "output_hidden_states": "hidden states are not returned here: leave it out",
-    "penalty_alpha": "contrastive search is not done here: leave it out",
-    "dola_layers": "layers are not contrasted here: leave it out",
-    "force_words_ids": "words are not forced here: leave it out",
-    "prompt_lookup_num_tokens": "say draft='ngram' instead",
-    "assistant_early_exit": "say draft='early-exit:LAYERS' instead",
-    "use_mtp": "say draft='mtp:DIR' instead",
+IGNORED_ARGUMENTS = frozenset(
+    {"cache", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids"}
+)
+UNSUPPORTED_OPTIONS = {  # fields of GenerationConfig that are not supported, and what to do instead
+    "num_beams": "beam search is not supported: leave it out",
+    "output_scores": "scores are not returned: leave it out, or use forerun's LLM with logprobs",
+    "output_logits": "logits are not returned: leave it out",
+    "output_attentions": "attentions are not returned: leave it out",
+    "output_hidden_states": "hidden states are not returned: leave it out",
+    "penalty_alpha": "contrastive search is not supported: leave it out",
+    "dola_layers": "DoLa is not supported: leave it out",
+    "force_words_ids": "forced words are not supported: leave it out",
+    "prompt_lookup_num_tokens": "use draft='ngram' instead",
+    "assistant_early_exit": "use draft='early-exit:LAYERS' instead",
+    "use_mtp": "use draft='mtp:DIR' instead",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """The engine of a model, its options, and the versions of the weights."""
+    """The engine of a model, its options, and the (address, version) of each weight."""
 
     llm: LLM
     options: Mapping[str, object]
@@ -107,13 +109,13 @@ def generate(
     """
     check_call(model, generation_config, model_kwargs)
     if streamer is not None and len(input_ids) > 1:
-        raise InvalidRequest("streamer", f"it shows one text, and these are {len(input_ids)}: leave it out.")
+        raise InvalidRequest("streamer", f"it supports one text, and there are {len(input_ids)}: leave it out.")
     llm = engine_of(model, draft=draft, tokenizer=tokenizer, **(engine or {}))
     criteria = Criteria.of(stopping_criteria, llm.requests.num_ids)
     num_new = criteria.max_length - input_ids.shape[1]
     if criteria.max_length > llm.plan.max_model_len:
-        fix = f"the engine's longest text has {llm.plan.max_model_len} tokens: set max_new_tokens, or max_model_len"
-        raise InvalidRequest("max_length", f"{criteria.max_length}: {fix} in engine.")
+        problem = f"{criteria.max_length} exceeds the engine's limit of {llm.plan.max_model_len} tokens"
+        raise InvalidRequest("max_length", f"{problem}: set max_new_tokens, or max_model_len in engine.")
     seeds = [0] * len(input_ids)
     if generation_config.do_sample:
         seeds = torch.randint(2**62, (len(input_ids),)).tolist()
@@ -121,14 +123,14 @@ def generate(
     for row, (ids, padding) in enumerate(prompts(input_ids, model_kwargs)):
         params = SamplingParams(
             max_tokens=num_new, ignore_eos=True, stop_token_ids=criteria.end_ids, seed=seeds[row],
-            **law_of(logits_processor, generation_config, row, padding),
+            **sampling_fields(logits_processor, generation_config, row, padding),
         )  # fmt: skip
         (sequence,) = llm.requests.sequences(Request.of({"prompt_token_ids": ids}, params, speculation))
         texts.append(RowText(sequence, padding, criteria, streamer))
     run(llm, texts, criteria)
     if streamer is not None:
         streamer.end()
-    sequences = joined(input_ids, texts, criteria, generation_config)
+    sequences = as_tensor(input_ids, texts, criteria, generation_config)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=cast(LongTensor, sequences))
     return sequences
@@ -150,7 +152,7 @@ def generate_in_folder(
         generation_config.stop_strings = None
     if strings:
         if tokenizer is None:
-            raise InvalidRequest("stop_strings", f"{shown(strings)} need the tokenizer: give tokenizer=tokenizer too.")
+            raise InvalidRequest("stop_strings", f"{shown(strings)} need the tokenizer: pass tokenizer=tokenizer too.")
         ends.append(criteria_of.StopStringCriteria(tokenizer, strings))
     result: Tensor | GenerateDecoderOnlyOutput = cast(Any, model).generate(
         generation_config=generation_config,
@@ -165,7 +167,7 @@ def generate_in_folder(
 def engine_of(model: PreTrainedModel, **options: Any) -> LLM:
     """The engine of this model; it is rebuilt if the options or the weights have changed.
 
-    Without options, the existing engine, for example to read its `stats`. Raises UnsupportedModel.
+    Without options, the existing engine is returned, for example to read its `stats`. Raises UnsupportedModel.
     """
     weights = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters()]
     with BUILDING:
@@ -186,14 +188,14 @@ def release(model: PreTrainedModel) -> None:
 
 
 def build(model: PreTrainedModel, draft: str | Drafter | None = None, tokenizer: Any = None, **options: Any) -> LLM:
-    """Build an engine with a copy of the model's weights, by way of a temporary folder."""
+    """Build an engine with a copy of the model's weights, which are saved to a temporary folder and loaded from it."""
     if getattr(model, "hf_quantizer", None) is not None:
-        raise UnsupportedModel(f"{model.name_or_path}: its weights are quantised: give the folder to forerun's LLM")
+        raise UnsupportedModel(f"{model.name_or_path}: its weights are quantised: load its folder with forerun's LLM")
     if any("lora_" in name or "base_layer" in name for name, _ in model.named_parameters()):
         raise UnsupportedModel(f"{model.name_or_path}: it has adapters: merge them, as with merge_and_unload()")
     with TemporaryDirectory(prefix="forerun-") as folder:
         model.config.save_pretrained(folder)
-        read_config(Path(folder))  # before the weights are written
+        read_config(Path(folder))  # raises for unsupported models before the weights are written
         model.save_pretrained(folder)
         source: str | None = model.name_or_path
         if tokenizer is not None and not isinstance(tokenizer, str):
@@ -203,9 +205,9 @@ def build(model: PreTrainedModel, draft: str | Drafter | None = None, tokenizer:
         try:
             return LLM(spec, draft, device=model.device, generation_config="none", **options)
         except (ModelNotFound, TokenizerError) as error:
-            cure = "bind one, as in custom_generate=partial(generate, tokenizer=tokenizer)"
+            cure = "pass one with custom_generate=partial(generate, tokenizer=tokenizer)"
             raise TokenizerError(
-                f"the model {source!r} has no tokenizer that forerun reads: {cure} ({error})"
+                f"the model {source!r} has no tokenizer that forerun can load ({error}): {cure}"
             ) from error
 
 
@@ -213,17 +215,18 @@ def check_call(model: PreTrainedModel, config: Any, model_kwargs: Mapping[str, A
     """Raise InvalidRequest, naming the argument, for unsupported arguments that would change the answer."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{model.name_or_path}: it has an encoder: call generate without custom_generate")
-    for name, answer in ASKED_ALONE.items():
+    for name, answer in UNSUPPORTED_OPTIONS.items():
         value = getattr(config, name, None)
         if value and not (name == "num_beams" and value == 1):
             raise InvalidRequest(name, f"{shown(value)}: {answer}.")
     for name, value in model_kwargs.items():
-        if value is not None and name not in UNUSED:
-            raise InvalidRequest(name, f"{shown(value)[:80]} is not read here: leave it out.")
+        if value is not None and name not in IGNORED_ARGUMENTS:
+            raise InvalidRequest(name, f"{shown(value)[:80]} is not supported: leave it out.")
     for name in ("cache", "past_key_values"):
         cache = model_kwargs.get(name)
         if cache is not None and cache.get_seq_length():
-            raise InvalidRequest(name, f"it holds {cache.get_seq_length()} tokens; the engine has a cache of its own.")
+            problem = f"it holds {cache.get_seq_length()} tokens, but the engine uses its own cache"
+            raise InvalidRequest(name, f"{problem}: pass the entire text as input_ids.")
 
 
 def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
@@ -235,7 +238,7 @@ def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[li
         num_padding = len(ids) - sum(seen)
         if any(seen[:num_padding]):
             fix = "pad on the left, as with tokenizer.padding_side = 'left'"
-            raise InvalidRequest("attention_mask", f"row {row} hides tokens behind others: {fix}.")
+            raise InvalidRequest("attention_mask", f"row {row} masks tokens after the first visible one: {fix}.")
         if positions is not None:
             places = positions[row % len(positions), num_padding:].tolist()
             if places != list(range(len(places))):
@@ -244,8 +247,8 @@ def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[li
     return rows
 
 
-def law_of(processors: Sequence[Any], config: Any, row: int, padding: Sequence[int]) -> dict[str, Any]:
-    """SamplingParams fields for a row; processors without a counterpart are passed as logits processors."""
+def sampling_fields(processors: Sequence[Any], config: Any, row: int, padding: Sequence[int]) -> dict[str, Any]:
+    """The fields of SamplingParams for a row; processors without a counterpart are passed as logits processors."""
     left = list(processors)
     fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     names: list[str] = []
@@ -254,17 +257,17 @@ def law_of(processors: Sequence[Any], config: Any, row: int, padding: Sequence[i
         if name and in_order(name, names) and getattr(left[-1], "min_tokens_to_keep", 1) == 1:
             fields[name] = getattr(left.pop(), name)
             names.insert(0, name)
-        elif isinstance(left[-1], logits_process.LogitNormalization):  # no effect on what follows
+        elif isinstance(left[-1], logits_process.LogitNormalization):  # it does not change the distribution
             left.pop()
         else:
             break
-    if len(left) == 1 and is_whole_penalty(left[0], row, padding):
+    if len(left) == 1 and is_repetition_penalty(left[0], row, padding):
         fields["repetition_penalty"] = left.pop().penalty
-    fields["logits_processors"] = [RowProcessor(of_row(each, row), tuple(padding)) for each in left]
+    fields["logits_processors"] = [RowProcessor(processor_for_row(each, row), tuple(padding)) for each in left]
     return fields
 
 
-def is_whole_penalty(processor: Any, row: int, padding: Sequence[int]) -> bool:
+def is_repetition_penalty(processor: Any, row: int, padding: Sequence[int]) -> bool:
     """Whether a processor equals forerun's repetition_penalty: over all tokens of a row except its padding."""
     if type(processor) is not logits_process.RepetitionPenaltyLogitsProcessor:
         return False
@@ -273,15 +276,15 @@ def is_whole_penalty(processor: Any, row: int, padding: Sequence[int]) -> bool:
 
 
 def in_order(name: str, later: Sequence[str]) -> bool:
-    """Whether forerun applies these in the same order; it applies min_p before top_p, transformers after it."""
+    """Whether forerun applies `name` and then `later` in transformers' order; they differ in min_p and top_p."""
     order = list(WARPERS.values())
     return not later or (order.index(name) < order.index(later[0]) and not {name, *later} >= {"top_p", "min_p"})
 
 
-def of_row(processor: Any, row: int) -> Any:
+def processor_for_row(processor: Any, row: int) -> Any:
     """A batch's processor restricted to one row. Raises InvalidRequest if that is impossible."""
-    if isinstance(processor, NOT_BY_ROW):
-        problem = "it is no function of a row's tokens and logits alone: leave it out"
+    if isinstance(processor, BATCH_PROCESSORS):
+        problem = "it does not depend on a row's tokens and logits alone: leave it out"
         raise InvalidRequest("logits_processor", f"{type(processor).__name__}: {problem}.")
     if isinstance(processor, logits_process.RepetitionPenaltyLogitsProcessor):
         ignored = processor.prompt_ignore_length
@@ -296,7 +299,7 @@ def of_row(processor: Any, row: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RowProcessor:
-    """Adapts a processor of transformers; it gets the padding too, since some count it."""
+    """Adapts a processor of transformers, which also gets the padding, since some processors count it."""
 
     processor: Any
     padding: tuple[int, ...]
@@ -311,8 +314,8 @@ class RowProcessor:
 class Criteria:
     """When texts end: at a length (including padding), at token ids, or by other stopping criteria.
 
-    `pads`: whether finished rows are padded. Without end ids, all rows continue as long as any does, as in
-    transformers.
+    `pads`: whether finished rows are padded. Without end ids, as in transformers, all rows continue until all have
+    ended.
     """
 
     max_length: int
@@ -346,7 +349,7 @@ class RowText:
     tokens: list[int] = field(default_factory=list)
     end: int | None = None  # number of tokens in the answer
 
-    def take(self, token: int) -> None:
+    def add(self, token: int) -> None:
         """Add a token; the token that ends the text is part of it."""
         self.tokens.append(token)
         if self.end is None and self.streamer is not None:
@@ -369,7 +372,7 @@ def run(llm: LLM, texts: Sequence[RowText], criteria: Criteria) -> None:
     for delta in llm.deltas([text.sequence for text in texts]):
         text = by_id[delta.seq_id]
         for token in delta.token_ids:
-            text.take(token)
+            text.add(token)
         if delta.finish_reason is not None and text.end is None:
             text.end = len(text.tokens)
         ended = all(each.end is not None for each in texts)
@@ -384,7 +387,7 @@ def longest(texts: Sequence[RowText]) -> int:
     return max(text.end or 0 for text in texts)
 
 
-def joined(input_ids: Tensor, texts: Sequence[RowText], criteria: Criteria, config: Any) -> Tensor:
+def as_tensor(input_ids: Tensor, texts: Sequence[RowText], criteria: Criteria, config: Any) -> Tensor:
     """Prompts and answers as one tensor, padded on the right."""
     width, pad = longest(texts), getattr(config, "_pad_token_tensor", None)
     rows = []

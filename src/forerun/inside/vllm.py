@@ -31,9 +31,9 @@ class Proposer:
     """For `speculative_config={"method": "custom_class", "model": "forerun.inside.vllm.Proposer", ...}`.
 
     `num_speculative_tokens` is the maximum depth. `additional_config={"forerun": {...}}` may have `draft` (as in
-    `--draft`: ngram, suffix, or a mix of them), `speculation` ("auto", by measured times of this engine, or a depth),
-    and `share_answers` (whether drafts may use answers to other requests). Raises InvalidRequest and UnknownDrafter in
-    the constructor only.
+    `--draft`: ngram, suffix, or a mix of them), `speculation` (a depth, or "auto" to choose it from measured times),
+    and `share_answers` (whether drafts may use answers to other requests). Only the constructor raises InvalidRequest
+    and UnknownDrafter.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -56,7 +56,7 @@ class Proposer:
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **_: object
     ) -> list[list[int]]:
-        """Drafts for each row of vLLM's batch.
+        """The draft tokens of each row of vLLM's batch.
 
         Row i has the text `token_ids_cpu[i, :num_tokens_no_spec[i]]`, of which `sampled_token_ids[i]` are new; rows
         without new tokens are in prefill, and get no draft.
@@ -66,7 +66,7 @@ class Proposer:
             for number, new in enumerate(sampled_token_ids)
             if len(new)
         }
-        drafts = self.rounds.propose(rows, reads=len(rows) < len(sampled_token_ids))
+        drafts = self.rounds.propose(rows, prefills=len(rows) < len(sampled_token_ids))
         return [drafts.get(number, []) for number in range(len(sampled_token_ids))]
 
 
@@ -76,7 +76,7 @@ def options_of(additional: Any) -> dict[str, Any]:
     section = {"draft": section} if isinstance(section, str) else section
     options: dict[str, Any] = {"draft": DRAFT, "speculation": "auto", "share_answers": True}
     if not isinstance(section, Mapping) or section.keys() - options.keys():
-        raise InvalidRequest(SECTION, f"{shown(section)} must be a drafter, or some of {', '.join(options)}.")
+        raise InvalidRequest(SECTION, f"{shown(section)} must be a drafter, or an object with {', '.join(options)}.")
     options |= section
     if not isinstance(options["share_answers"], bool):
         raise InvalidRequest(f"{SECTION}.share_answers", f"{shown(options['share_answers'])}: use true or false.")
@@ -84,18 +84,18 @@ def options_of(additional: Any) -> dict[str, Any]:
 
 
 def text_drafter(text: str, tokenizer: str) -> Drafter:
-    """Build a drafter that copies text; its files must be of this tokenizer. Raises UnknownDrafter for others."""
+    """Build a drafter that copies text; its files must have this tokenizer. Raises UnknownDrafter for others."""
     spec = parse_spec(text)
     if not copies_text(spec):
         cure = f"use {', '.join(TEXT_DRAFTERS[:2])} or a mix of them; heads go to vLLM's own methods (forerun convert)"
         raise UnknownDrafter(
-            f"drafter {text!r}: what reads a model's states does not run inside another engine: {cure}"
+            f"drafter {text!r}: drafters that use a model's states do not run inside another engine: {cure}"
         )
     return drafter_of(spec, lambda: Tokenizer.load(find_tokenizer(tokenizer)).fingerprint())
 
 
 def copies_text(spec: DraftSpec) -> bool:
-    """Whether a drafter and all its members only need the text."""
+    """Whether a drafter and all its members need nothing but the text."""
     return spec.name in TEXT_DRAFTERS and all(map(copies_text, spec.members))
 
 

@@ -1,7 +1,7 @@
-"""Answers of a server with log-probabilities, in the form of completions or of chats.
+"""Answers of a server with log-probabilities, in the format of completions or of chats.
 
 This file decides how tokens are identified, how many top log-probabilities are requested, and how requests are sent
-whose answers are compared: without top-p and similar filters, and each with its own seed.
+whose answers are compared: without top-p and similar filters, and each with a different seed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from forerun.errors import InvalidRequest
 from forerun.remote.measure import RemoteServer
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 from forerun.traffic.plan import SpeculationMode
-from forerun.traffic.run import asked_of
+from forerun.traffic.run import prompt_fields
 
 AT_ONCE = 8  # concurrent requests
 MOST_LIKELY = (20, 5, 1)  # numbers of top log-probabilities to try, since servers limit them
-UNREADABLE = "\ufffd"  # in the text of a token with an incomplete character, which does not identify it
+UNREADABLE = "\ufffd"  # in the text of a token with an incomplete character; several tokens have the same such text
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChance:
     """A token of an answer, by its text or name, and the top log-probabilities at its position.
 
-    `likely` is empty if the server returns none, as some do for accepted draft tokens.
+    `likely` is empty if the server returns none, as some servers do for accepted draft tokens.
     """
 
     token: str
@@ -40,7 +40,7 @@ class TokenChance:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAnswer:
-    """An answer as text, and as tokens if the server returns them; `stopped`: the model ended it."""
+    """An answer as text, and as tokens if the server returns them; `stopped`: whether the model ended it."""
 
     text: str
     tokens: tuple[TokenChance, ...]
@@ -53,7 +53,7 @@ class RemoteAnswer:
 
 
 def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
-    """The first choice of a response, with log-probabilities in the form of chats or of completions."""
+    """The first choice of a response, with log-probabilities in the format of chats or of completions."""
     choice = body["choices"][0]
     message = choice.get("message")
     text = (message.get("content") if isinstance(message, dict) else choice.get("text")) or ""
@@ -67,12 +67,12 @@ def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
             (token, list((likely or {}).items()))
             for token, likely in zip(chances.get("tokens") or (), tops, strict=False)
         ]
-    tokens = tuple(TokenChance(str(token), strongest(likely)) for token, likely in places)
+    tokens = tuple(TokenChance(str(token), highest_by_text(likely)) for token, likely in places)
     return RemoteAnswer(text, tokens, choice.get("finish_reason") == "stop")
 
 
-def strongest(pairs: Iterable[tuple[object, object]]) -> Mapping[str, float]:
-    """The log-probabilities that are numbers, by text; if tokens share a text, the most likely one counts."""
+def highest_by_text(pairs: Iterable[tuple[object, object]]) -> Mapping[str, float]:
+    """The log-probabilities that are numbers, by text; the highest one if several tokens have the same text."""
     chances: dict[str, float] = {}
     for name, value in pairs:
         if isinstance(value, int | float):
@@ -81,10 +81,10 @@ def strongest(pairs: Iterable[tuple[object, object]]) -> Mapping[str, float]:
 
 
 @dataclass(slots=True)
-class Questioner:
-    """Sends requests to one server in one mode of speculation.
+class AnswerClient:
+    """Requests answers of one server in one mode of speculation.
 
-    `most_likely`: how many top log-probabilities the server returns, 0 for none, None before `learn`.
+    `most_likely`: how many top log-probabilities the server returns, 0 for none, None before `detect_logprobs`.
     """
 
     server: RemoteServer
@@ -99,7 +99,7 @@ class Questioner:
             chances = {"logprobs": True, "top_logprobs": likely} if chat else {"logprobs": likely}
         return {
             "model": self.server.model.name,
-            **asked_of(prompt, chat),
+            **prompt_fields(prompt, chat),
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
@@ -108,10 +108,10 @@ class Questioner:
             **self.mode.field,
         }
 
-    async def learn(self, prompt: Passage, limit: TimeLimit = NO_LIMIT) -> None:
-        """Find out how many top log-probabilities the server returns, requesting fewer until it accepts.
+    async def detect_logprobs(self, prompt: Passage, limit: TimeLimit = NO_LIMIT) -> None:
+        """Set `most_likely`, by requesting fewer log-probabilities until the server accepts.
 
-        Raises InvalidRequest if it does not answer in time.
+        Raises InvalidRequest if the server does not answer in time.
         """
         try:
             async with asyncio.timeout(limit.timeout_s):
@@ -125,7 +125,7 @@ class Questioner:
                             return
         except TimeoutError as error:
             base = self.server.client.address.base
-            raise InvalidRequest("time_limit", f"{base} gave no first answer in time: allow more seconds.") from error
+            raise InvalidRequest("time_limit", f"{base} did not answer in time: allow more seconds.") from error
 
     async def ask(
         self,
@@ -141,13 +141,12 @@ class Questioner:
     ) -> list[RemoteAnswer]:
         """The answers to all prompts, each with its seed, `at_once` concurrently, in the order of the prompts.
 
-        At the time limit, open requests are cancelled; then the answers to the first prompts are returned, up to the
-        first one without an answer.
+        At the time limit, open requests are cancelled, and the answers up to the first missing one are returned.
         """
-        left, answers = iter(range(len(prompts))), dict[int, RemoteAnswer]()
+        indices, answers = iter(range(len(prompts))), dict[int, RemoteAnswer]()
 
         async def work() -> None:
-            for index in left:
+            for index in indices:
                 body = self.body(prompts[index], temperature, max_tokens, seeds[index], likely)
                 answers[index] = answer_of(await self.server.client.complete({**body, **(extra or {})}))
                 report(f"{len(answers)} of {len(prompts)}", len(answers) / len(prompts))

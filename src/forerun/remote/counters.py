@@ -1,7 +1,7 @@
 """Counters: acceptance from a server's Prometheus metrics.
 
-Acceptance is computed from the difference of two readings. forerun and llama.cpp use vLLM's names; SGLang counts
-verifications, and has gauges for the rest.
+Acceptance is computed from the difference of two readings. forerun and llama.cpp use vLLM's names; SGLang has a counter
+of verifications and gauges for the other values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GAUGES = {"accept_length", "depth"}
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """A server's speculation counts since its start, or between two readings; None if it does not report them.
+    """A server's speculation counts since its start, or between two readings; None for values that it does not report.
 
     `num_drafts`: rounds with a draft; `accepted_at_depth[j]`: accepted tokens at depth j + 1. Gauges (current values):
     `accept_length`, the tokens per verification, and `depth`.
@@ -48,7 +48,7 @@ class SpeculationCounts:
         return self != SpeculationCounts()
 
     def since(self, before: SpeculationCounts) -> SpeculationCounts:
-        """The difference of two readings; gauges are those of the later one."""
+        """The difference to an earlier reading; gauges keep the later value."""
         known = {name: value for name in NAMES.values() if (value := getattr(self, name)) is not None}
         more = {name: value - (getattr(before, name) or 0.0) for name, value in known.items() if name not in GAUGES}
         earlier = (*before.accepted_at_depth, *[0.0] * len(self.accepted_at_depth))
@@ -59,7 +59,7 @@ class SpeculationCounts:
 def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
     """Parse a server's metrics whose names start with `prefix`, over all engines behind it.
 
-    Counters are summed; gauges are the mean of those above 0.
+    Counters are summed over the engines; a gauge is the mean of its values above 0.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -94,7 +94,8 @@ def counts_of_answers(answers: Iterable[Mapping[str, Any]]) -> SpeculationCounts
 class ServedAcceptance:
     """Acceptance of a server. `covered`: the share of rounds with a draft; `depth`: the mean length of drafts.
 
-    `reached[j]`: the share of drafts whose first j + 1 tokens were all accepted. None for what is not reported.
+    `num_guesses`: the draft tokens. `reached[j]`: the share of drafts whose first j + 1 tokens were all accepted. None
+    for values that the server does not report.
     """
 
     tokens_per_round: float
@@ -105,14 +106,14 @@ class ServedAcceptance:
     reached: tuple[float, ...] | None
 
     @property
-    def whole_depth(self) -> int | None:
-        """The length of full drafts: the longest accepted one, or the mean length."""
+    def full_depth(self) -> int | None:
+        """The length of full drafts: the longest accepted length, or the mean length if that is greater."""
         deepest = sum(each > 0 for each in self.reached or ())
         return max(deepest, round(self.depth or 0)) or None
 
     @property
     def at_depth(self) -> list[float]:
-        """P(token accepted | those before it were), by depth; empty if unknown."""
+        """P(draft token accepted | the ones before it accepted), by depth; empty if unknown."""
         chain = (1.0, *(self.reached or ()))
         return [min(1.0, over(now, before) or 0.0) for before, now in pairwise(chain)]
 
@@ -120,8 +121,8 @@ class ServedAcceptance:
 def acceptance_of(counts: SpeculationCounts, num_tokens: int) -> ServedAcceptance | None:
     """The acceptance in rounds that emitted `num_tokens`; None if the counts do not determine it.
 
-    A round emits the accepted tokens and one more, so the number of rounds follows from the tokens if it is not
-    counted. It is at least the number of drafts: at the end of an answer, accepted tokens may be cut off.
+    A round emits the accepted tokens and one more, so that the number of rounds follows from the tokens if it is not
+    reported. It is at least the number of drafts, since accepted tokens may be cut off at the end of an answer.
     """
     accepted = counts.num_accepted
     if not counts.known or num_tokens <= 0 or (counts.num_drafted == 0 and counts.num_rounds is None):
@@ -150,7 +151,7 @@ def acceptance_of(counts: SpeculationCounts, num_tokens: int) -> ServedAcceptanc
 
 
 def even_chain(tokens: float, depth: int) -> tuple[float, ...]:
-    """`reached` for a constant acceptance rate that gives these tokens per round."""
+    """`reached` for the constant acceptance rate that yields this number of tokens per round."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

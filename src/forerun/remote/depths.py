@@ -1,9 +1,9 @@
 """The speed-up of every depth: measured, or an interval for depths that were not measured.
 
-A drafted round takes v times as long as a plain one and emits G tokens, so the speed-up is G / v; G is counted, the
+A drafted round takes v times as long as a plain one and emits G tokens, so the speed-up is G / v. G is counted, the
 speed-up is measured, and v follows. For unmeasured depths it is assumed that the cost of a round does not decrease with
-depth, and that its cost per drafted token does not increase. Tokens deeper than any measured draft may all be accepted,
-or none. All ratios are within a repetition, whose runs are close in time.
+depth, and that its cost per draft token does not increase. Of the draft tokens deeper than any measured draft, any
+share may be accepted. All ratios are computed within a repetition, whose runs are close in time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.bench.figures import Spread
 from forerun.remote.counters import ServedAcceptance
 
 LIKELY = 0.9  # confidence level of intervals
-T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # Student's t, from 1 degree on
+T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # Student's t, from 1 degree of freedom
 DEEPEST = 16
 
 
@@ -37,9 +37,9 @@ class RoundEconomy:
 
 @dataclass(frozen=True, slots=True)
 class DepthRange:
-    """The 90 % confidence interval of the speed-up at a depth, and the measured one if there is any.
+    """The 90 % confidence interval of the speed-up at a depth, and the measured speed-up if there is one.
 
-    With a single repetition the interval covers the assumptions only, not the noise.
+    With a single repetition the interval covers only the assumptions, not the noise.
     """
 
     depth: int
@@ -99,7 +99,7 @@ def likely_range(lows: Sequence[float], highs: Sequence[float]) -> tuple[float, 
 
 
 def depth_ranges(repetitions: Sequence[Sequence[RoundEconomy]]) -> tuple[DepthRange, ...]:
-    """The intervals of all depths from 0 to twice the deepest measured one, as far as they are known."""
+    """The intervals of all depths from 0 to twice the deepest measured one, without those that are unknown."""
     known = {each.depth for rounds in repetitions for each in rounds}
     if not known:
         return ()

@@ -1,7 +1,7 @@
 """Dialects: a table of the differences between engines with an OpenAI-compatible interface.
 
-An entry says how an engine is recognised, the prefix of its metrics, the request fields that switch off sampling
-filters, and the options that set the draft depth.
+An entry has the properties by which an engine is recognised, the prefix of its metrics, the request fields that switch
+off sampling filters, and the options that set the draft depth.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ UNFILTERED: Mapping[str, Any] = {"top_p": 1.0, "min_p": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One engine. `owner`: `owned_by` in its list of models; `prefix`: of its metrics' names.
+    """One engine. `owner`: `owned_by` in its list of models; `prefix`: the prefix of its metrics' names.
 
     `unfiltered`: request fields that switch off all sampling filters, including the server's defaults. `exact_tokens`:
-    fields that make log-probabilities identify tokens unambiguously. `plain_options` and `depth_options`: the server
-    options for plain decoding, and for a depth, method and model unchanged; "" if unknown. `tree` is one more than
-    `depth`.
+    fields with which log-probabilities identify tokens unambiguously. `plain_options` and `depth_options`: the server
+    options for plain decoding, and for a depth with the same method and model; "" if unknown. In them, `tree` is one
+    more than `depth`. `counters_advice`: how to make the server report its speculation counters.
     """
 
     name: str
@@ -53,8 +53,7 @@ DIALECTS = (
         {**UNFILTERED, "top_k": -1, "repetition_penalty": 1.0},
         {"return_tokens_as_token_ids": True},
         "vllm serve without --speculative-config",
-        "vllm serve --speculative-config '{{\"num_speculative_tokens\": {depth}, …}}', "
-        "its method and model as they are",
+        "vllm serve --speculative-config '{{\"num_speculative_tokens\": {depth}, …}}', with the same method and model",
     ),
     Dialect(
         "SGLang",
@@ -77,7 +76,7 @@ DIALECTS = (
         counters_advice="start llama-server with --metrics",
     ),
 )
-UNKNOWN = Dialect("an engine that is not known", "", "", counters_advice="name an engine that counts its guesses")
+UNKNOWN = Dialect("unknown", "", "", counters_advice="use a server that reports its counts of draft tokens")
 
 
 def dialect_of(owner: str, metrics: str | None) -> Dialect:

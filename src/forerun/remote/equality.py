@@ -1,7 +1,7 @@
 """Equality of answers at temperature 0: a server with speculation against a plain one, and the plain one with itself.
 
-This file finds the first difference of two answers and decides what it means. Two engines round differently, so a
-difference at a near tie of the plain server's log-probabilities is no proof of a fault.
+This file finds the first difference between two answers and classifies it. Two engines may round differently, so a
+difference at a near tie of the plain server's log-probabilities does not prove a fault.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import AT_ONCE, Questioner, RemoteAnswer, TokenChance
+from forerun.remote.answers import AT_ONCE, AnswerClient, RemoteAnswer, TokenChance
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 
 Meaning = Literal["fault", "near tie", "unsteady", "undecided"]
@@ -24,11 +24,12 @@ CONTEXT = 30  # characters shown before a difference
 
 @dataclass(frozen=True, slots=True)
 class TextDifference:
-    """The first difference of an answer from the plain one; `position` counts tokens, or else characters, from 0.
+    """The first difference of an answer from the plain one, at `position`, in tokens or, if unknown, in characters.
 
-    `gap`: by how much the plain server preferred its own token, in logits; with `at_least` a lower bound, since the
-    other token was not among the top log-probabilities. `meaning`: whether it proves a fault; a "near tie" does not,
-    and "unsteady" means that the plain server's own second answer differs from its first at this position or before.
+    `gap`: the difference of logits between the plain server's token and the other one; with `at_least` it is a lower
+    bound, since the other token was not among the top log-probabilities. `meaning`: whether the difference proves a
+    fault. A "near tie" does not; "unsteady" means that the plain server's second answer differs from its first one at
+    this position or before.
     """
 
     prompt: int
@@ -46,10 +47,10 @@ class TextDifference:
 class TextEquality:
     """The comparison: `num_answers` answers to `num_prompts` prompts, each sent alone and concurrently with others.
 
-    `num_asked`: requested prompts; more than `num_prompts` if the time limit was reached. `num_unsteady`: plain answers
-    that differ from the same server's answer alone. `noise`: the largest difference of log-probabilities between these
-    two while their texts agree; None if unknown. Gaps up to `tolerance` are near ties. `num_drafted`: drafted tokens
-    meanwhile; None if not counted.
+    `num_asked`: requested prompts; more than `num_prompts` if the time limit was reached. `num_unsteady`: prompts whose
+    two plain answers, alone and with others, differ. `noise`: the largest difference of log-probabilities between these
+    two while their texts agree; None if unknown. Gaps up to `tolerance` are near ties. `num_drafted`: draft tokens
+    during the comparison; None if not reported.
     """
 
     num_asked: int
@@ -67,16 +68,16 @@ class TextEquality:
 
 
 async def compare_texts(
-    speculating: Questioner,
-    plain: Questioner,
+    speculating: AnswerClient,
+    plain: AnswerClient,
     prompts: Sequence[Passage],
     workload: ProofWorkload,
     report: ProgressCallback,
     limit: TimeLimit = NO_LIMIT,
 ) -> TextEquality:
-    """Send every prompt to both servers, one at a time and concurrently, and compare the answers.
+    """Send every prompt to both servers, alone and concurrently with others, and compare the answers.
 
-    The remaining time is divided evenly among the remaining parts; prompts without all answers are left out.
+    The remaining time is divided evenly among the remaining parts; prompts that lack an answer are omitted.
     """
     seeds = [workload.seed + index for index in range(len(prompts))]
     likely = plain.most_likely or 0
@@ -84,14 +85,14 @@ async def compare_texts(
     parts = [(plain, size, likely) for size in sizes] + [(speculating, size, 0) for size in sizes]
     answered: list[list[RemoteAnswer]] = []
     before = await speculating.server.counts()
-    for step, (who, at_once, num_likely) in enumerate(parts):
+    for step, (client, at_once, num_likely) in enumerate(parts):
 
-        def tell(detail: str, done: float, step: int = step) -> None:
+        def report_step(detail: str, done: float, step: int = step) -> None:
             report(detail, (step + done) / len(parts))
 
         within, number = limit.part(1 / (len(parts) - step)), len(answered[-1]) if answered else len(prompts)
-        ask = prompts[:number], seeds[:number], 0.0, workload.max_tokens, at_once, num_likely, tell
-        answered.append(await who.ask(*ask, limit=within))
+        ask = prompts[:number], seeds[:number], 0.0, workload.max_tokens, at_once, num_likely, report_step
+        answered.append(await client.ask(*ask, limit=within))
     number = len(answered[-1])
     first, control = (answers[:number] for answers in answered[: len(sizes)])
     noise = largest_drift(first, control)
@@ -101,9 +102,9 @@ async def compare_texts(
         for index, answer in enumerate(answers[:number]):
             if answer.text == first[index].text:
                 continue
-            names = await names_of(speculating, prompts[index], seeds[index], workload.max_tokens, answer, limit)
-            other = RemoteAnswer(answer.text, names, answer.stopped) if names else answer
-            place = AnswerPlace(index, at_once, parting(first[index], control[index]))
+            tokens = await tokens_of(speculating, prompts[index], seeds[index], workload.max_tokens, answer, limit)
+            other = RemoteAnswer(answer.text, tokens, answer.stopped) if tokens else answer
+            place = AnswerPlace(index, at_once, first_difference(first[index], control[index]))
             differences.append(difference_of(first[index], other, place, tolerance))
     counts = (await speculating.server.counts()).since(before)
     return TextEquality(
@@ -118,17 +119,16 @@ async def compare_texts(
     )
 
 
-async def names_of(
-    who: Questioner, prompt: Passage, seed: int, max_tokens: int, answer: RemoteAnswer, limit: TimeLimit
+async def tokens_of(
+    client: AnswerClient, prompt: Passage, seed: int, max_tokens: int, answer: RemoteAnswer, limit: TimeLimit
 ) -> tuple[TokenChance, ...]:
-    """The tokens of an answer, from a repeated request with log-probabilities; () if the answer differs, or the time is
-    over.
+    """The tokens of an answer, from a repeated request with log-probabilities; () if its answer is another or late.
 
     The compared answers are requested without log-probabilities, since some engines do not speculate with them.
     """
-    if not who.most_likely:
+    if not client.most_likely:
         return ()
-    again = await who.ask([prompt], [seed], 0.0, max_tokens, 1, 1, lambda _what, _done: None, limit=limit)
+    again = await client.ask([prompt], [seed], 0.0, max_tokens, 1, 1, lambda _detail, _done: None, limit=limit)
     return again[0].tokens if again and again[0].text == answer.text else ()
 
 
@@ -145,7 +145,7 @@ def largest_drift(first: Sequence[RemoteAnswer], second: Sequence[RemoteAnswer])
     return max(drifts, default=None)
 
 
-def parting(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
+def first_difference(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
     """The index of the first token (or character, without tokens) at which two answers differ.
 
     None if they do not differ.
@@ -157,7 +157,7 @@ def parting(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlace:
-    """The prompt and concurrency of an answer, and where the plain server's own two answers differ, if they do."""
+    """The prompt and concurrency of an answer, and where the plain server's two answers differ, if they do."""
 
     prompt: int
     at_once: int
@@ -166,7 +166,7 @@ class AnswerPlace:
 
 def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, tolerance: float) -> TextDifference:
     """The first difference of two differing answers, and its meaning."""
-    position, length = parting(plain, other), shared_length(plain.text, other.text)
+    position, length = first_difference(plain, other), shared_length(plain.text, other.text)
     assert position is not None, "the texts differ"
     counts_tokens = bool(plain.tokens)
     if plain.tokens and not other.tokens:
@@ -197,7 +197,7 @@ def shared_length(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def token_at(answer: RemoteAnswer, character: int) -> tuple[int, int] | None:
-    """(index, start) of the token that contains a character; None if the tokens do not add up to the text."""
+    """(index, start) of the token that contains a character; None if the joined tokens are not the text."""
     begin = 0
     for number, name in enumerate(answer.names):
         if not answer.text.startswith(name, begin):
@@ -209,9 +209,9 @@ def token_at(answer: RemoteAnswer, character: int) -> tuple[int, int] | None:
 
 
 def alternative(plain: RemoteAnswer, text: str, number: int, begin: int) -> str | None:
-    """The most likely token, by the plain server, with which the other text may continue; None if there is none.
+    """The token that the plain server finds most likely among those that the other text may continue with, or None.
 
-    Several tokens may fit; the most likely one gives the smallest gap, since a fault needs a proof.
+    If several tokens fit, the most likely one is used, which has the smallest gap, since a fault must be proven.
     """
     rest, likely = text[begin:], plain.tokens[number].likely
     fitting = [name for name in likely if name and rest.startswith(name)]
@@ -222,7 +222,7 @@ def alternative(plain: RemoteAnswer, text: str, number: int, begin: int) -> str 
 def gap_of(likely: dict[str, float], chosen: str, other: str | None) -> tuple[float | None, bool]:
     """(the difference of log-probabilities of the chosen token and the other one, whether it is a lower bound).
 
-    An unknown token may be any of the others; one that is not among the top is at most as likely as the last of them.
+    If `other` is None, it may be any other token. A token that is not among the top is at most as likely as the last.
     """
     if chosen not in likely:
         return None, False

@@ -1,7 +1,7 @@
-"""Figures of each load from measured blocks: speed-up, acceptance, from which load on speculation hurts, and advice.
+"""Figures of each load from measured blocks: speed-up, acceptance, the load at which speculation gets slower, advice.
 
-A depth is advised only if it was measured and the lower end of its interval is at least 1. An unmeasured depth can be
-suggested for a trial under the same condition.
+A depth is recommended only if it was measured and the lower end of its interval is at least 1. An unmeasured depth can
+be suggested for a trial under the same condition.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from forerun.remote.counters import ServedAcceptance, acceptance_of
 from forerun.remote.depths import DepthRange, RoundEconomy, depth_ranges, likely_range
 from forerun.remote.measure import PLAIN, SPECULATING, ServedBlock
 
-WORTH_CHANGING = 1.03  # minimum improvement for which another depth is advised
-FARTHEST = 4  # maximum extrapolation, as a multiple of the heaviest load
+WORTH_CHANGING = 1.03  # minimum improvement for which another depth is recommended
+FARTHEST = 4  # maximum extrapolation, as a multiple of the highest load
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class ServedFigures:
 class ServedCell:
     """The figures of one load. `plain` and `speed_up` are None without a plain server.
 
-    `speed_up`: of decoding with the server's setting; `likely`: its 90 % confidence interval; `cost`: duration of a
-    round in plain rounds; `by_depth`: depths with a known interval. `num_differing` of `num_compared` answers differ
-    from those without speculation.
+    `speed_up`: that of the server's setting; `likely`: its 90 % confidence interval; `cost`: duration of a round in
+    plain rounds; `by_depth`: depths with a known interval. `num_differing` of `num_compared` answers differ from those
+    without speculation.
     """
 
     clients: int
@@ -54,14 +54,14 @@ class ServedCell:
     @property
     def served_depth(self) -> int | None:
         """The draft length of the server's setting; None if unknown."""
-        return None if self.speculating.acceptance is None else self.speculating.acceptance.whole_depth
+        return None if self.speculating.acceptance is None else self.speculating.acceptance.full_depth
 
 
 def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:
     """The figures of one load from its blocks."""
     plain = {block.block.turn.repetition: block for block in blocks if block.contender == PLAIN}
-    drafting = [block for block in blocks if block.contender != PLAIN]
-    pairs = [(block, plain[r]) for block in drafting if (r := block.block.turn.repetition) in plain]
+    drafted = [block for block in blocks if block.contender != PLAIN]
+    pairs = [(block, plain[r]) for block in drafted if (r := block.block.turn.repetition) in plain]
     ratios = [ratio for block, other in pairs if block.served and (ratio := over(other.token_s, block.token_s))]
     served = [each for pair in pairs if pair[0].served and (each := economy(*pair))]
     same = [same for pair in pairs for same in same_answers(*pair)]
@@ -82,16 +82,16 @@ def cell_of(clients: int, blocks: Sequence[ServedBlock]) -> ServedCell:
 def economy(block: ServedBlock, plain: ServedBlock) -> RoundEconomy | None:
     """The speed-up and acceptance of a block; None if unknown."""
     seen, ratio = acceptance_of(block.counts, block.num_tokens), over(plain.token_s, block.token_s)
-    depth = block.asked_depth or (seen.whole_depth if seen else None)
+    depth = block.requested_depth or (seen.full_depth if seen else None)
     return RoundEconomy(depth, ratio, seen) if seen and ratio and depth else None
 
 
 def by_repetition(pairs: Sequence[tuple[ServedBlock, ServedBlock]]) -> list[list[RoundEconomy]]:
-    """The economies of each repetition: of requested depths if there are any, else of the server's setting."""
-    any_asked = any(block.asked_depth for block, _ in pairs)
+    """The economies of each repetition: those of requested depths if there are any, else of the server's setting."""
+    any_requested = any(block.requested_depth for block, _ in pairs)
     economies: dict[int, list[RoundEconomy]] = {}
     for block, plain in pairs:
-        if (each := economy(block, plain)) and bool(block.asked_depth) == any_asked:
+        if (each := economy(block, plain)) and bool(block.requested_depth) == any_requested:
             economies.setdefault(block.block.turn.repetition, []).append(each)
     return list(economies.values())
 
@@ -117,8 +117,8 @@ def figures_of(blocks: Sequence[ServedBlock]) -> ServedFigures:
     )
 
 
-def hurts_from(cells: Sequence[ServedCell]) -> ServedCell | None:
-    """The smallest load from which on speculation was slower than plain decoding; None if it never was."""
+def slower_from(cells: Sequence[ServedCell]) -> ServedCell | None:
+    """The lowest load at and above which speculation was slower than plain decoding; None if there is none."""
     smallest = None
     for cell in sorted(cells, key=lambda cell: cell.clients, reverse=True):
         if cell.speed_up is None or cell.speed_up.median >= 1:
@@ -127,28 +127,28 @@ def hurts_from(cells: Sequence[ServedCell]) -> ServedCell | None:
     return smallest
 
 
-def expected_to_hurt_from(cells: Sequence[ServedCell]) -> float | None:
-    """The load at which the linearly extrapolated cost of rounds reaches their tokens; None if it is too far away.
+def predicted_slower_from(cells: Sequence[ServedCell]) -> float | None:
+    """The load at which the linearly extrapolated cost of a round equals its tokens; None if it is too high.
 
-    Only defined if speculation helped at all measured loads.
+    None also unless speculation was faster at all measured loads.
     """
     known = [(cell.clients, cell.cost.median, cell.speed_up) for cell in cells if cell.cost and cell.speed_up]
     if len(known) < 2 or not all(speed_up.median > 1 for *_, speed_up in known):
         return None
     slope, first = np.polyfit([clients for clients, *_ in known], [cost for _, cost, _ in known], 1)
     heaviest, cost, speed_up = max(known, key=lambda each: each[0])
-    gives = cost * speed_up.median
+    tokens_per_round = cost * speed_up.median
     if slope <= 0:
         return None
-    crossing = float((gives - first) / slope)
+    crossing = float((tokens_per_round - first) / slope)
     return crossing if heaviest < crossing <= FARTHEST * heaviest else None
 
 
 @dataclass(frozen=True, slots=True)
 class DepthAdvice:
-    """The advised depth: None is the current setting, 0 plain decoding; `clear`: whether the measurements support it.
+    """The recommended depth: None is the current setting, 0 plain decoding; `clear`: whether measurements support it.
 
-    `trial`: an unmeasured depth that should be faster; `open_depth`: if there is none, one that may be faster.
+    `trial`: an unmeasured depth that should be faster; `open_depth`: if there is no trial, one that may be faster.
     """
 
     depth: int | None
@@ -158,7 +158,7 @@ class DepthAdvice:
 
 
 def advice_of(cell: ServedCell) -> DepthAdvice | None:
-    """The advice for a load; None without a comparison, or with a single repetition, which gives no noise estimate."""
+    """The advice for a load; None without a comparison, or with a single repetition, which does not show the noise."""
     if cell.speed_up is None or cell.likely is None or cell.num_repetitions < 2:
         return None
     measured = [each for each in cell.by_depth if each.measured and each.depth]
@@ -170,5 +170,5 @@ def advice_of(cell: ServedCell) -> DepthAdvice | None:
     others = [each for each in cell.by_depth if not each.measured]
     trials = [each for each in others if each.low >= 1 and each.middle >= WORTH_CHANGING * best]
     trial = max(trials, key=lambda each: each.middle, default=None)
-    may_be = [each for each in others if each.high >= WORTH_CHANGING * best and not trial]
-    return DepthAdvice(depth, clear, trial, max(may_be, key=lambda each: each.middle, default=None))
+    possible = [each for each in others if each.high >= WORTH_CHANGING * best and not trial]
+    return DepthAdvice(depth, clear, trial, max(possible, key=lambda each: each.middle, default=None))

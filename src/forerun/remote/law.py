@@ -1,10 +1,11 @@
 """A test of a server's output distribution at temperature 1, by counts of short texts.
 
-The exact law follows from the log-probabilities in the plain server's own texts, without knowing its tokenizer: the
-contexts that matter occur often in them. The plain server's counts against that law are the control. A server may not
-sample exactly by the log-probabilities that it reports, so a deviation from the law alone is no fault: then as many
-texts again are drawn from both servers, and their counts are compared with each other. The same is done if there are no
-log-probabilities. So every reported fault comes from a test that holds its level whatever the server reports.
+The exact law follows from the log-probabilities in the plain server's texts, without knowing its tokenizer, since the
+contexts that matter occur often in them. The test of the plain server's counts against that law is the control. A
+server may not sample exactly from the log-probabilities that it reports, so a deviation from the law alone is not a
+fault: then the same number of texts is drawn again from both servers, and their counts are compared with each other.
+This is also done if there are no log-probabilities. Therefore every reported fault comes from a test whose significance
+level does not depend on the reported values.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from forerun.bench.material import Passage
 from forerun.prove.cells import LEAST_EXPECTED, MOST_TOKENS, Cells, TokenIds, choose_cells
 from forerun.prove.chi_square import LEVEL, POWER_Z, ChiSquare, chi_square, holm, smallest_bias, upper_tail
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import AT_ONCE, UNREADABLE, Questioner, RemoteAnswer
+from forerun.remote.answers import AT_ONCE, UNREADABLE, AnswerClient, RemoteAnswer
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 
-TEMPERATURE = 1.0  # the one that reported log-probabilities refer to
-FURTHER = 2  # tokens after the counted ones, so that the last of those can be drafted too
+TEMPERATURE = 1.0  # to which the reported log-probabilities refer
+EXTRA_TOKENS = 2  # tokens after the counted ones, so that the last counted one can be drafted too
 PILOT_TEXTS, MOST_OPENINGS = 48, 8
-BATCH_TEXTS = 64  # drawn from one server before the other one's turn
+BATCH_TEXTS = 64  # texts drawn from one server before the other server's turn
 TEXTS_AT_ONCE = 64  # concurrent requests; AT_ONCE if the server does not speculate at this load
-MOST_TEXTS = 2**20  # of an opening and both servers: each has its own seed
+MOST_TEXTS = 2**20  # of both servers after one opening; each text has a different seed
 PILOT_SHARE = 0.15  # share of the time for the choice of openings
-TWICE_Z = 1.96  # two tests both find it in 95 of 100 runs
-LETTERS = (24, 16, 12, 8, 4)  # lengths of prefixes that are counted without tokens
+TWICE_Z = 1.96  # power at which two tests both detect a bias in 95 of 100 runs
+CHARACTERS = (24, 16, 12, 8, 4)  # lengths of the counted prefixes if tokens are unknown
 ENOUGH_CELLS = 8
-TOO_FEW = "fewer than two prefixes of texts occurred often enough: ask for more texts, or give other prompts"
+TOO_FEW = "fewer than two prefixes of texts occurred often enough: use more texts or other prompts"
 UNNAMED = -1  # a token that cannot be identified
 
 
@@ -40,11 +41,11 @@ UNNAMED = -1  # a token that cannot be identified
 class ServedLaw:
     """One test: `num_texts` texts of each server after one opening, compared by their first `counted`.
 
-    With `exact` the reference is the law by log-probabilities, otherwise the plain server's counts. `control_p` and
+    With `exact` the reference is the law from log-probabilities, otherwise the plain server's counts. `control_p` and
     `law_p` are the p-values of the plain and the other server's first counts against that law; None if unknown.
     `num_asked`: requested texts; more than `num_texts` if the time limit was reached. `adjusted_p` is corrected for the
-    number of tests. Probabilities with a relative error of `smallest_bias` (root mean square) would have been found in
-    95 of 100 runs. `problem`: why there was no test.
+    number of tests. Probabilities with a relative error of `smallest_bias` (root mean square) would be detected in 95
+    of 100 runs. `problem`: why there was no test.
     """
 
     opening: str
@@ -64,12 +65,12 @@ class ServedLaw:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the counts of one of the servers do not fit the exact law."""
+        """Whether the counts of at least one server do not fit the exact law."""
         return any(p is not None and p < LEVEL for p in (self.control_p, self.law_p))
 
     @property
     def unconfirmed(self) -> bool:
-        """Whether only the other server does not fit the law, and there was no time for the second test."""
+        """Whether only the speculating server does not fit the law, and there was no time for the second test."""
         fits = self.control_p is None or self.control_p >= LEVEL
         return self.doubtful and fits and self.holds and self.num_texts < 2 * self.num_asked
 
@@ -100,10 +101,10 @@ class TokenNumbers:
 
 
 def cells_of(texts: Sequence[RemoteAnswer], num_texts: int, numbers: TokenNumbers) -> Cells:
-    """The cells for `num_texts` texts, by the log-probabilities of these texts.
+    """The cells for `num_texts` texts, from the log-probabilities of these texts.
 
-    If a text ended without an end token, that token's name is unknown. Then only tokens that followed the same prefix
-    in another text get cells, since none of them is the end token.
+    If a text ended without an end token, the name of that token is unknown. Then only tokens that follow the same
+    prefix in another text get cells, since none of them is the end token.
     """
     laws: dict[TokenIds, dict[int, float]] = {}
     ended, following = set[TokenIds](), dict[TokenIds, set[int]]()
@@ -126,7 +127,7 @@ def cells_of(texts: Sequence[RemoteAnswer], num_texts: int, numbers: TokenNumber
 
 
 def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> ServedLaw:
-    """Test the second server's texts against the first one's exact law or, if one does not fit it, its counts."""
+    """Test a server's texts against the plain server's exact law or, if one of them does not fit it, its counts."""
     numbers = TokenNumbers()
     cells = cells_of(plain, len(speculating), numbers) if speculating else None
     if cells is None or not cells.enough or not any(answer.tokens for answer in speculating):
@@ -139,12 +140,12 @@ def law_test(opening: str, plain: Sequence[RemoteAnswer], speculating: Sequence[
 
 
 def counts_test(first: ServedLaw, plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]) -> ServedLaw:
-    """Test the texts of both servers against each other, by the longest prefixes with enough cells.
+    """Test the texts of both servers against each other, with the longest prefixes that have enough cells.
 
     `first`: the result of the test against the exact law, or an empty one.
     """
     best, counted = ChiSquare(0.0, 0, 1.0), ""
-    for prefix, one, other in candidates(plain, speculating) if speculating else ():
+    for prefix, one, other in countable_prefixes(plain, speculating) if speculating else ():
         test = two_samples(one, other)
         if test is not None and test.freedom > best.freedom:
             best, counted = test, prefix
@@ -154,22 +155,22 @@ def counts_test(first: ServedLaw, plain: Sequence[RemoteAnswer], speculating: Se
     return replace(first, **counts, problem="" if counted else TOO_FEW)
 
 
-def candidates(
+def countable_prefixes(
     plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]
 ) -> Iterator[tuple[str, list[Hashable], list[Hashable]]]:
-    """Prefixes that could be counted, the longest first."""
+    """(description, prefixes of the plain texts, of the others) for each length that can be counted, longest first."""
     if all(any(answer.tokens for answer in side) for side in (plain, speculating)):
         for length in range(MOST_TOKENS, 1, -1):
             yield f"{length} tokens", *([answer.names[:length] for answer in side] for side in (plain, speculating))  # type: ignore[misc]
     else:
-        for length in LETTERS:
-            yield f"{length} letters", *([answer.text[:length] for answer in side] for side in (plain, speculating))  # type: ignore[misc]
+        for length in CHARACTERS:
+            yield f"{length} characters", *([answer.text[:length] for answer in side] for side in (plain, speculating))  # type: ignore[misc]
 
 
 def two_samples(one: Sequence[Hashable], other: Sequence[Hashable]) -> ChiSquare | None:
     """Pearson's test that two samples have the same distribution; None with fewer than two cells.
 
-    Cells are chosen by the pooled counts, so the choice does not bias the test.
+    Cells are chosen from the pooled counts, so that the choice does not bias the test.
     """
     counts = Counter(one), Counter(other)
     together, total = counts[0] + counts[1], len(one) + len(other)
@@ -191,8 +192,8 @@ def two_samples(one: Sequence[Hashable], other: Sequence[Hashable]) -> ChiSquare
 
 
 async def compare_laws(
-    speculating: Questioner,
-    plain: Questioner,
+    speculating: AnswerClient,
+    plain: AnswerClient,
     prompts: Sequence[Passage],
     workload: ProofWorkload,
     report: ProgressCallback,
@@ -210,8 +211,8 @@ async def compare_laws(
         within = limit.part(1 / (len(openings) - number))
         sampler = PairSampler(plain, speculating, opening, workload.seed + (number + 1) * MOST_TEXTS, progress)
         plain_texts, texts = await sampler.draw(workload.num_texts, within)
-        talk = opening.conversation
-        end = str(talk[-1].get("content", "") if talk else opening.prompt)[-40:]
+        messages = opening.conversation
+        end = str(messages[-1].get("content", "") if messages else opening.prompt)[-40:]
         result = law_test(end, plain_texts, texts)
         if result.doubtful:
             more = await sampler.draw(workload.num_texts, within)
@@ -223,7 +224,7 @@ async def compare_laws(
 
 
 def corrected(result: ServedLaw, adjusted_p: float, num_tests: int) -> ServedLaw:
-    """A result with corrected p-value and smallest bias; in a two-sample test, texts count half.
+    """A result with corrected p-value and smallest bias; a two-sample test needs twice the texts for the same power.
 
     With the exact law a fault must be found twice, the second time with twice the texts.
     """
@@ -233,9 +234,9 @@ def corrected(result: ServedLaw, adjusted_p: float, num_tests: int) -> ServedLaw
 
 
 async def choose_openings(
-    plain: Questioner, prompts: Sequence[Passage], workload: ProofWorkload, limit: TimeLimit = NO_LIMIT
+    plain: AnswerClient, prompts: Sequence[Passage], workload: ProofWorkload, limit: TimeLimit = NO_LIMIT
 ) -> list[Passage]:
-    """The prompts whose continuations have the most cells, by a few texts of the plain server."""
+    """The prompts whose continuations have the most cells, according to a few texts of the plain server."""
     few = prompts[:MOST_OPENINGS]
     if not plain.most_likely or len(few) <= workload.num_openings:
         return list(few[: workload.num_openings])
@@ -249,23 +250,28 @@ async def choose_openings(
 
 
 async def sample(
-    who: Questioner, opening: Passage, seeds: Sequence[int], likely: int, limit: TimeLimit, at_once: int = TEXTS_AT_ONCE
+    client: AnswerClient,
+    opening: Passage,
+    seeds: Sequence[int],
+    likely: int,
+    limit: TimeLimit,
+    at_once: int = TEXTS_AT_ONCE,
 ) -> list[RemoteAnswer]:
     """A text after one opening for each seed, with `likely` top log-probabilities."""
-    extra = who.server.dialect.exact_tokens if likely else {}
-    length, silent = MOST_TOKENS + FURTHER, lambda *_: None
-    return await who.ask([opening] * len(seeds), seeds, TEMPERATURE, length, at_once, likely, silent, extra, limit)
+    extra = client.server.dialect.exact_tokens if likely else {}
+    length, silent = MOST_TOKENS + EXTRA_TOKENS, lambda *_: None
+    return await client.ask([opening] * len(seeds), seeds, TEMPERATURE, length, at_once, likely, silent, extra, limit)
 
 
 @dataclass(slots=True)
 class PairSampler:
-    """Draws texts of both servers after one opening, in alternating batches, each text with its own seed.
+    """Draws texts of both servers after one opening, in alternating batches, each text with a different seed.
 
-    A batch that does not finish in time is discarded, since its first texts would be too short on average.
+    A batch that is not complete in time is discarded, since the texts that finish first are shorter on average.
     """
 
-    plain: Questioner
-    speculating: Questioner
+    plain: AnswerClient
+    speculating: AnswerClient
     opening: Passage
     next_seed: int
     report: Callable[[int], None]
@@ -280,10 +286,10 @@ class PairSampler:
         while len(drawn[0]) < num_texts and limit.left_s:
             number = min(BATCH_TEXTS, num_texts - len(drawn[0]))
             batch, before = [], await self.speculating.server.counts()
-            for who, likely in sides:
+            for client, likely in sides:
                 seeds = range(self.next_seed, self.next_seed + number)
                 self.next_seed += number
-                batch.append(await sample(who, self.opening, seeds, likely, limit, self.at_once))
+                batch.append(await sample(client, self.opening, seeds, likely, limit, self.at_once))
             self.count((await self.speculating.server.counts()).since(before).num_drafted)
             if min(map(len, batch)) < number:
                 break
@@ -294,7 +300,7 @@ class PairSampler:
         return drawn
 
     def count(self, num_drafted: float | None) -> None:
-        """Count the drafted tokens of a batch; if there were none, reduce concurrency."""
+        """Count the draft tokens of a batch; if there were none, reduce the concurrency."""
         both = self.num_drafted, num_drafted
         self.num_drafted = None if None in both else sum(each or 0.0 for each in both)
         if num_drafted == 0:

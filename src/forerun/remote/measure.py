@@ -1,8 +1,8 @@
 """Measurement of servers: blocks of requests at several numbers of clients, alternating with and without speculation.
 
-This file decides the contenders and the order of blocks, and reads the server's speculation counters around each block
-and, if it runs on this machine, the load of other programs. That load is measured while no request is open, since the
-server itself is another program.
+This file decides the contenders and the order of blocks. It reads the server's speculation counters before and after
+each block and, if the server runs on this machine, the load of other programs. That load is measured while no request
+is open, since the server is another program, too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from forerun.serve.access import is_loopback
 from forerun.traffic.client import ServedModel, ServerAddress, TrafficClient
 from forerun.traffic.figures import TrafficBlock
 from forerun.traffic.plan import OFF, ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
-from forerun.traffic.run import Sender, asked_of
+from forerun.traffic.run import Sender, prompt_fields
 
 SPECULATING, PLAIN = "speculating", "plain"
-REST_S = 1.25 * LEAST_S  # pause before a block: counters settle, and the machine's load is measured
-LEAST_BLOCK = 2  # minimum requests per client and block, since all first ones start together
+REST_S = 1.25 * LEAST_S  # pause before a block, in which counters settle and the machine's load is measured
+LEAST_BLOCK = 2  # minimum requests per client and block, since the first ones of all clients start together
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RemoteServer:
 
     @classmethod
     async def reached(cls, client: TrafficClient) -> RemoteServer:
-        """Query the model and dialect. Raises InvalidRequest, naming the option, if the server does not answer."""
+        """Query the server for its model and dialect. Raises InvalidRequest with the option if it does not answer."""
         model, metrics = await client.served_model(), await client.metrics()
         return cls(client, model, dialect_of(model.owner, metrics))
 
@@ -64,11 +64,12 @@ def same_model(server: RemoteServer, other: RemoteServer) -> None:
     """Raise InvalidRequest if the servers have different models."""
     first, second = server.model, other.model
     address = other.client.address
-    prints = first.fingerprint, second.fingerprint
-    if all(prints) and prints[0] != prints[1]:
+    fingerprints = first.fingerprint, second.fingerprint
+    if all(fingerprints) and fingerprints[0] != fingerprints[1]:
         raise InvalidRequest(
             address.url_option,
-            f"{address.base} has another model or build, fingerprint {prints[1]} and not {prints[0]}: serve the same.",
+            f"{address.base} has another model or build (fingerprint {fingerprints[1]}, not {fingerprints[0]}): serve "
+            "the same on both.",
         )
     if first.name != second.name and not address.model:
         option = f"--{address.model_option.replace('_', '-')}"
@@ -106,8 +107,8 @@ class ServedBlock:
         return self.contender == SPECULATING
 
     @property
-    def asked_depth(self) -> int | None:
-        """The depth in its requests; None without one."""
+    def requested_depth(self) -> int | None:
+        """The depth in its requests; None if they have none."""
         name = self.block.turn.mode.name
         return int(name) if name.isdecimal() else None
 
@@ -119,16 +120,16 @@ class ServedBlock:
     @property
     def token_s(self) -> float | None:
         """Mean seconds between tokens of an answer; None without tokens."""
-        taken_s = sum(answer.last_s - answer.first_s for answer in self.block.complete)
-        return taken_s / self.num_tokens if self.num_tokens > 0 and taken_s > 0 else None
+        total_s = sum(answer.last_s - answer.first_s for answer in self.block.complete)
+        return total_s / self.num_tokens if self.num_tokens > 0 and total_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """What is sent: `num_requests` of `max_tokens` tokens in each block, at least two per client, `repeats` times.
+    """The blocks: `num_requests` of `max_tokens` tokens in each, at least two per client, `repeats` times per load.
 
-    `depths` are measured besides the server's setting, if requests can choose the depth. After the first repetition of
-    a load, none is started that may exceed the load's equal share of `time_limit_s`.
+    `depths` are measured in addition to the server's setting, if requests can choose the depth. After the first
+    repetition of a load, none is started that may exceed the load's equal share of `time_limit_s`.
     """
 
     clients: tuple[int, ...] = (1, 4, 16)
@@ -147,7 +148,7 @@ class ServerPlan:
         for number in self.clients:
             ServerLoad("concurrency", float(number))
         if not self.clients or len(set(self.clients)) < len(self.clients):
-            raise InvalidRequest("clients", f"{list(self.clients)} must be numbers of clients, each of them once.")
+            raise InvalidRequest("clients", f"{list(self.clients)} must be different numbers of clients, at least one.")
 
     def traffic(self, clients: int) -> TrafficPlan:
         """The traffic plan for this number of clients."""
@@ -198,7 +199,7 @@ class ServerMeasurement:
         for answer in await self.sender(contender, traffic).warm_up(traffic.loads[0], contender.mode):
             if answer.error:
                 address = contender.server.client.address
-                raise InvalidRequest(address.url_option, f"{address.base} failed a first request: {answer.error}.")
+                raise InvalidRequest(address.url_option, f"{address.base} failed the first request: {answer.error}.")
 
     async def block(self, contender: ServedContender, traffic: TrafficPlan, repetition: int) -> ServedBlock:
         """Run one block between two readings of the counters, after a pause in which the machine's load is measured."""
@@ -224,12 +225,12 @@ class ServerMeasurement:
 async def contenders_at(
     address: ServerAddress, against: ServerAddress | None, prompts: Sequence[Passage], depths: Sequence[int] = ()
 ) -> AsyncIterator[list[ServedContender]]:
-    """Context with the contenders: forerun's server also offers plain decoding and depths, by request.
+    """Context with the contenders. Requests to a forerun server can also choose plain decoding and the depth.
 
-    Raises InvalidRequest if a prompt does not suit the address, a server does not answer, or their models differ.
+    Raises InvalidRequest if a prompt has the wrong kind for the address, a server does not answer, or models differ.
     """
     for prompt in prompts:
-        asked_of(prompt, address.chat)
+        prompt_fields(prompt, address.chat)
     async with AsyncExitStack() as stack:
         addresses = [address] if against is None else [address, against]
         servers = [await RemoteServer.reached(await stack.enter_async_context(TrafficClient(a))) for a in addresses]

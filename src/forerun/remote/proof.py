@@ -1,7 +1,7 @@
-"""The proof of a server: tests whether its speculation changes answers, in comparison with a plain server.
+"""The proof of a server: tests whether its speculation changes answers, by comparison with a plain server.
 
-This file decides the order of the tests, what counts as a fault, and the sentences for what was shown and what could
-not be decided.
+This file decides the order of the tests, which results are a fault, and the sentences about what is proven and what
+remains undecided.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from forerun.bench.material import Passage
 from forerun.errors import InvalidRequest
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.workload import ProofWorkload
-from forerun.remote.answers import Questioner
+from forerun.remote.answers import AnswerClient
 from forerun.remote.equality import TextEquality, compare_texts
 from forerun.remote.law import ServedLaw, compare_laws
 from forerun.remote.measure import PLAIN, contenders_at
@@ -46,77 +46,83 @@ class ServerProof:
 
     @property
     def holds(self) -> bool:
-        """Whether there is no fault, no undecided difference, and no test without time."""
+        """Whether there is no fault, no undecided difference, and no test that the time limit prevented."""
         return not self.faulty and not self.equality.count("undecided") and not self.parts_without_time
 
     @property
     def parts_without_time(self) -> list[str]:
-        """The tests for which there was no time."""
-        left = [] if self.equality.num_prompts else ["the answers at temperature 0"]
-        return left + [
-            f"the law after {law.opening!r}" for law in self.laws if law.unconfirmed or (law.problem and law.cut_short)
+        """The tests that the time limit prevented."""
+        parts = [] if self.equality.num_prompts else ["the answers at temperature 0"]
+        return parts + [
+            f"the distribution after {law.opening!r}"
+            for law in self.laws
+            if law.unconfirmed or (law.problem and law.cut_short)
         ]
 
     @property
     def proven(self) -> list[str]:
-        """What was shown, as sentences."""
+        """What is proven, as phrases."""
         sentences, e = list[str](), self.equality
         if e.num_prompts and not e.differences:
-            sentences.append("at temperature 0 the same answers as plain decoding, for the requests that were sent")
+            sentences.append("at temperature 0, the same answers as plain decoding for all requests of this test")
         elif e.num_prompts and not (e.count("fault") or e.count("undecided")):
-            sentences.append("at temperature 0 the same answers up to near ties and where plain ones differ too")
+            sentences.append(
+                "at temperature 0, the same answers except at near ties and where plain answers differ from each other"
+            )
         tested = [law for law in self.laws if not law.problem]
         if tested and all(law.holds and law.num_drafted != 0 for law in tested):
             least = max(law.smallest_bias for law in tested)
             sentences.append(
-                f"at temperature 1 the law of plain decoding: chances that are off by {least:.0%} or more would have "
-                "shown in 95 of 100 runs"
+                f"at temperature 1, the distribution of plain decoding: probabilities that differ by {least:.0%} or "
+                "more would be detected in 95 of 100 runs"
             )
         return sentences
 
     @property
     def undecided(self) -> list[str]:
-        """What could not be decided, and why, as sentences."""
-        e, left = self.equality, list[str]()
+        """What remains undecided, and why, as phrases."""
+        e, phrases = self.equality, list[str]()
         cut = [law for law in self.laws if law.cut_short]
         if e.num_prompts < e.num_asked or cut:
             counts = [f"{e.num_prompts} of {e.num_asked} prompts were compared"] if e.num_prompts < e.num_asked else []
             counts += [f"{law.num_texts:,} of {law.num_asked:,} texts drawn after {law.opening!r}" for law in cut]
-            left.append(f"what more would show: {self.limit_s:g} seconds did for less, {', '.join(counts)}")
+            phrases.append(
+                f"the remaining requests, which {self.limit_s:g} seconds did not suffice for: only {', '.join(counts)}"
+            )
         if e.num_unsteady:
-            left.append(
-                f"whether {e.num_unsteady} prompts have the same answers: the plain server itself does not answer them "
-                "alike alone and beside others"
+            phrases.append(
+                f"whether {e.num_unsteady} prompts have the same answers: the plain server answers them differently "
+                "alone and with other requests"
             )
         if not self.most_likely:
-            left.append(
-                "by how much tokens of differing answers were preferred, and the exact law: the plain server tells no "
-                "log-probabilities; counts of both servers were compared instead, which needs twice the texts"
+            phrases.append(
+                "the gaps between tokens of differing answers, and the exact distribution: the plain server reports no "
+                "log-probabilities; the counts of both servers were compared instead, which needs twice the texts"
             )
         for law in self.laws:
             if law.control_p is not None and law.control_p < LEVEL:
-                left.append(
-                    f"the exact law after {law.opening!r}: the plain server does not draw by the log-probabilities "
-                    "that it tells, so counts of both servers were compared instead"
+                phrases.append(
+                    f"the exact distribution after {law.opening!r}: the plain server does not sample from the "
+                    "log-probabilities that it reports, so the counts of both servers were compared instead"
                 )
             elif law.doubtful and law.holds and law.law_p is not None:
-                left.append(
-                    f"the exact law after {law.opening!r}: the server's first counts do not fit it (p = "
+                phrases.append(
+                    f"the exact distribution after {law.opening!r}: the server's first counts do not fit it (p = "
                     f"{law.law_p:.2g}), "
                     + (
-                        "and the time did not do for more"
+                        "and there was no time for more texts"
                         if law.unconfirmed
-                        else "but in all texts both servers' agree"
+                        else "but the counts of both servers agree over all texts"
                     )
                 )
             if law.problem:
-                left.append(f"the law after {law.opening!r}: {law.problem}")
+                phrases.append(f"the distribution after {law.opening!r}: {law.problem}")
         if 0 in (e.num_drafted, *(law.num_drafted for law in self.laws)):
-            left.append("what guesses do to answers: by its counters the server guessed nothing in some of the parts")
+            phrases.append("the effect of speculation in parts of the test, where the server reports no draft tokens")
         if None in (e.num_drafted, *(law.num_drafted for law in self.laws)):
-            left.append("whether anything was guessed: the server counts no guesses")
-        left.append("other prompts, lengths, sampling parameters and loads than those that were sent")
-        return left
+            phrases.append("whether any tokens were drafted: the server does not report its draft tokens")
+        phrases.append("other prompts, lengths, sampling parameters and loads")
+        return phrases
 
     def as_object(self) -> dict[str, Any]:
         """The proof as JSON: shares between 0 and 1, and null for unknown values."""
@@ -141,27 +147,27 @@ async def prove_server(
     report: ProgressCallback,
     limit_s: float = LIMIT_S,
 ) -> ServerProof:
-    """Compare a server with a plain one of the same model; forerun's server can be both, by request.
+    """Compare a server with a plain server of the same model; a forerun server can be both, chosen by each request.
 
-    The workload's temperatures, batches and shapes are not used. After `limit_s` seconds it ends with the answers so
-    far; at most half of the time is for equality.
+    The workload's temperatures, batches and shapes are not used. After `limit_s` seconds the proof ends with the
+    answers received by then; at most half of the time is for equality.
 
-    Raises InvalidRequest if a server does not answer, has another model, or there is no plain server.
+    Raises InvalidRequest if a server does not answer or has another model, or if there is no plain server.
     """
     limit = TimeLimit.of(limit_s)
     async with contenders_at(address, plain_address, prompts) as contenders:
         if contenders[-1].name != PLAIN:
             raise InvalidRequest(
                 "plain",
-                f"{address.base} is not forerun's, whose requests can ask for plain decoding: name a server of the "
-                "same model without speculation by --plain URL.",
+                f"{address.base} is not a forerun server, so its requests cannot choose plain decoding: name a server "
+                "of the same model without speculation with --plain URL.",
             )
-        speculating, plain = (Questioner(each.server, each.mode) for each in contenders)
-        for who in (speculating, plain):
-            await who.learn(prompts[0], limit.part(0.5))
-        asked = [prompts[index % len(prompts)] for index in range(workload.num_prompts)]
+        speculating, plain = (AnswerClient(each.server, each.mode) for each in contenders)
+        for client in (speculating, plain):
+            await client.detect_logprobs(prompts[0], limit.part(0.5))
+        requested = [prompts[index % len(prompts)] for index in range(workload.num_prompts)]
         equality = await compare_texts(
-            speculating, plain, asked, workload, lambda _, done: report("equality", done), limit.part(0.5)
+            speculating, plain, requested, workload, lambda _, done: report("equality", done), limit.part(0.5)
         )
         openings = list({str(prompt.prompt): prompt for prompt in prompts}.values())
         laws = await compare_laws(speculating, plain, openings, workload, lambda _, done: report("law", done), limit)

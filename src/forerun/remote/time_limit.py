@@ -29,7 +29,7 @@ class TimeLimit:
         return None if math.isinf(self.until_s) else self.left_s
 
     def part(self, share: float) -> TimeLimit:
-        """A limit of a share of the remaining time, from now."""
+        """A limit that ends after this share of the remaining time."""
         return TimeLimit.of(share * self.left_s)
 
 

@@ -1,4 +1,4 @@
-"""The tuning of a server: measurements, conclusions, unknowns, and JSON."""
+"""The tuning of a server: its measurements, conclusions, what remains unknown, and the JSON form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from forerun.machine import disturbs
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect
-from forerun.remote.forecast import ServedCell, advice_of, cell_of, expected_to_hurt_from, hurts_from
+from forerun.remote.forecast import ServedCell, advice_of, cell_of, predicted_slower_from, slower_from
 from forerun.remote.measure import PLAIN, ServedBlock, ServedContender, ServerPlan
 from forerun.report import json_object
 
@@ -49,21 +49,22 @@ class ServerTuning:
 
     @property
     def unknown(self) -> list[str]:
-        """What cannot be known from these servers, as sentences."""
-        left, seen = [], self.acceptance
+        """What cannot be determined from these servers, as phrases."""
+        phrases, seen = [], self.acceptance
         hint = f": {self.dialect.counters_advice}" if self.dialect.counters_advice else ""
         if self.against is None:
-            left.append("whether speculation helps: give a server of the same model without it, with --against URL")
+            phrases.append("the speed-up: name a server of the same model without speculation with --against URL")
         if seen is None:
-            left.append(
-                f"acceptance, and so the cost of rounds and every other depth: the server counts no guesses{hint}"
+            phrases.append(
+                f"acceptance, the cost of rounds, and other depths: the server does not report its draft tokens{hint}"
             )
         elif seen.reached is None:
-            left.append(
-                f"acceptance by depth, and so which depth would pay: the server does not count guesses by depth{hint}"
+            phrases.append(
+                "acceptance by depth, and the best depth: the server does not report accepted draft tokens by "
+                f"depth{hint}"
             )
-        left.append("times of the target's and the drafter's passes apart: only ratios of whole rounds are known")
-        return left
+        phrases.append("the separate times of the target's and the drafter's passes: only ratios of rounds are known")
+        return phrases
 
     @property
     def disturbed(self) -> bool:
@@ -72,15 +73,15 @@ class ServerTuning:
 
     def as_object(self) -> dict[str, Any]:
         """The tuning as JSON: seconds, shares between 0 and 1, and null for unknown values."""
-        hurts = hurts_from(self.cells)
+        slower = slower_from(self.cells)
         return json_object(
             url=self.url,
             model=self.model,
             engine=self.dialect.name,
             against=self.against,
             plan=asdict(self.plan),
-            hurts_from_clients=hurts and hurts.clients,
-            expected_to_hurt_from_clients=expected_to_hurt_from(self.cells),
+            hurts_from_clients=slower and slower.clients,
+            expected_to_hurt_from_clients=predicted_slower_from(self.cells),
             cells=[self.cell_object(cell) for cell in self.cells],
             unknown=self.unknown,
             num_busy_cores=self.num_busy,
@@ -88,7 +89,7 @@ class ServerTuning:
         )
 
     def cell_object(self, cell: ServedCell) -> dict[str, Any]:
-        """One load as JSON, with the advised depth (null: the current setting) and its options."""
+        """One load as JSON, with the recommended depth (null: the current setting) and its options."""
         advice = advice_of(cell)
         return {
             **asdict(cell),

@@ -1,7 +1,7 @@
 """ReplicaService: a server's service whose engines are replicas.
 
 This file sends requests to replicas, repeats them on another replica after a failure, and merges the metrics of all
-replicas. The HTTP application, the gate and the answer formats are those of a server with one engine.
+replicas. It uses the same HTTP application, gate and answer formats as a server with one engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from forerun.serve.problems import ApiError
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
 
-MOST_LOSSES = 5  # lost replicas, after which the request is taken to be the cause
+MOST_LOSSES = 5  # lost replicas in a row, after which the request is assumed to be the cause
 RETRY_S = 0.1  # until a retry, times the number of failures
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class ReplicaFront:
         `on_finish` is called for each finished sample. The fingerprint of the answers is set to the replica's.
         """
         if self.end is not None:
-            raise EngineClosed("this server has shut down.") from self.end
+            raise EngineClosed("the server has shut down.") from self.end
         outbox, key, num_open = DeltaQueue(), answers.sequences[0].request_id, len(answers.sequences)
         self.outboxes[key] = outbox
 
@@ -98,7 +98,7 @@ class ReplicaFront:
                 outbox.put_nowait(error)
 
         tasks = [
-            asyncio.ensure_future(self.attend(request, samples, session, answers, outbox))
+            asyncio.ensure_future(self.run_request(request, samples, session, answers, outbox))
             for request, samples in answers.requests
         ]
         for task in tasks:
@@ -118,10 +118,10 @@ class ReplicaFront:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def attend(
+    async def run_request(
         self, request: Request, samples: Seq[Sequence], session: str, answers: Answers, outbox: DeltaQueue
     ) -> None:
-        """Put the deltas of one request into the outbox, trying one replica after the other until it is complete."""
+        """Put the deltas of one request into the outbox, from one replica after the other until it is complete."""
         first, readers = samples[0], [SampleReader(sequence) for sequence in samples]
         tokens, params = first.tokens[: first.num_prompt], replace(first.params, seed=first.seed)
         request = replace(request, prompt=None, prompt_token_ids=tuple(tokens), sampling_params=params)
@@ -133,11 +133,11 @@ class ReplicaFront:
             except AnswerDiffers:
                 raise
             except ReplicaLost as error:
-                log.warning("A request goes to another replica: %s", error)
+                log.warning("A request is repeated on another replica: %s", error)
                 self.num_taken_over += 1
             await asyncio.sleep(RETRY_S * num_lost)
-        message = f"{MOST_LOSSES} replicas were lost, one after the other, while they answered this request, so it is"
-        raise ReplicaLost(f"{message} not tried again: if others are answered, change it; the server's log says more.")
+        message = f"{MOST_LOSSES} replicas in a row were lost while they ran this request, so it is not repeated again"
+        raise ReplicaLost(f"{message}: see the server's log; if other requests succeed, change this one.")
 
     async def read(self, call: Call, readers: Seq[SampleReader], answers: Answers, outbox: DeltaQueue) -> None:
         """Put the new deltas of one replica into the outbox. Raises ReplicaLost if the answer is incomplete."""
@@ -192,8 +192,8 @@ class ReplicaService(Service, Collector):
         yield from families.values()
         waiting = self.gate.num_waiting
         yield GaugeMetricFamily("forerun:num_requests_queued", "Requests that wait for any replica.", value=waiting)
-        yield GaugeMetricFamily("forerun:num_replicas", "Replicas that take requests.", value=self.num_running)
-        text = "Times that a request went to another replica since its own was lost."
+        yield GaugeMetricFamily("forerun:num_replicas", "Replicas that accept requests.", value=self.num_running)
+        text = "Requests that were repeated on another replica after theirs was lost."
         yield CounterMetricFamily("forerun:requests_taken_over", text, value=self.replica_front.num_taken_over)
 
     async def exposition(self) -> bytes:
@@ -205,68 +205,70 @@ class ReplicaService(Service, Collector):
         """Raise an error with status 503 if new requests are not accepted, or no replica is running."""
         await super().require_ready()
         if not await self.replicas.num_running():
-            message = "no replica is running: one is being started; see the server's log if that does not end."
+            message = "no replica is running: wait until one has started; if none does, see the server's log."
             raise ApiError(503, message, code="no_replica", retry_s=1)
 
 
 @dataclass(slots=True)
 class SampleReader:
-    """One sample's answer: as sent to the client (in `sequence`), and the position in the current replica's answer.
+    """One sample's answer: the part sent to the client (in `sequence`), and the position in the replica's answer.
 
     After a failure another replica generates the same tokens again, since an answer is a function of prompt, parameters
-    and seed; the part that was already sent is skipped. Rounds may end elsewhere, so that part may end inside a delta.
+    and seed; the part that was already sent is skipped. Its rounds may have other lengths, so that this part may end
+    inside a delta.
     """
 
     sequence: Sequence
-    num_letters: int = 0
+    num_characters: int = 0  # sent to the client
     finished: bool = False
-    at_token: int = 0  # in the current replica's answer
-    at_letter: int = 0
+    at_token: int = 0  # position in the current replica's answer
+    at_character: int = 0
 
     def restart(self) -> None:
         """Start reading the answer of another replica, from its beginning."""
-        self.at_token = self.at_letter = 0
+        self.at_token = self.at_character = 0
 
     def take(self, delta: Delta) -> Delta | None:
-        """The new part of a replica's delta, with this sequence's ids, which is extended by it; None if nothing is new.
+        """The new part of a replica's delta, with this sequence's ids; None if nothing is new. Extends the sequence.
 
         Raises AnswerDiffers if the replica generates other tokens than those already sent.
         """
-        had = self.sequence.tokens[self.sequence.num_prompt + self.at_token :][: len(delta.token_ids)]
-        if tuple(had) != delta.token_ids[: len(had)]:
+        sent = self.sequence.tokens[self.sequence.num_prompt + self.at_token :][: len(delta.token_ids)]
+        if tuple(sent) != delta.token_ids[: len(sent)]:
             raise AnswerDiffers(
-                "the replica that answered was lost, and another one gives other tokens, so the answer cannot go on: "
-                "ask again. Replicas give the same tokens if their fingerprints are equal and verification is coupled."
+                "the replica that ran the request was lost, and another one generates different tokens, so the answer "
+                "cannot be completed: repeat the request. Replicas generate the same tokens if their fingerprints are "
+                "equal and verification is coupled."
             )
-        skipped = min(len(delta.text), self.num_letters - self.at_letter)
+        skipped = min(len(delta.text), self.num_characters - self.at_character)
         self.at_token += len(delta.token_ids)
-        self.at_letter += len(delta.text)
-        is_whole = not had and not skipped
-        new = delta if is_whole else without(delta, len(had), skipped)
-        if self.finished or not (is_whole or new.token_ids or new.segments or new.finish_reason):
+        self.at_character += len(delta.text)
+        is_new = not sent and not skipped
+        new = delta if is_new else remainder(delta, len(sent), skipped)
+        if self.finished or not (is_new or new.token_ids or new.segments or new.finish_reason):
             return None
-        self.num_letters += len(new.text)
+        self.num_characters += len(new.text)
         self.finished = new.finish_reason is not None
         self.sequence.extend(len(self.sequence.tokens), new.token_ids, new.origins)
         outcome = None if new.outcome is None else new.outcome._replace(seq_id=self.sequence.id)
         return new._replace(request_id=self.sequence.request_id, seq_id=self.sequence.id, outcome=outcome)
 
 
-def without(delta: Delta, num_tokens: int, num_letters: int) -> Delta:
+def remainder(delta: Delta, num_tokens: int, num_characters: int) -> Delta:
     """A delta without its first tokens and characters, and without its round's outcome."""
     return delta._replace(
         token_ids=delta.token_ids[num_tokens:],
         origins=delta.origins[num_tokens:],
         logprobs=delta.logprobs[num_tokens:],
-        segments=tuple(behind(delta.segments, num_letters)),
+        segments=tuple(skip_characters(delta.segments, num_characters)),
         outcome=None,
         draft=None,
     )
 
 
-def behind(segments: Seq[Segment], num_letters: int) -> Iterator[Segment]:
-    """The segments without their first characters."""
+def skip_characters(segments: Seq[Segment], number: int) -> Iterator[Segment]:
+    """The segments without their first `number` characters."""
     for segment in segments:
-        if num_letters < len(segment.text):
-            yield replace(segment, text=segment.text[num_letters:])
-        num_letters = max(0, num_letters - len(segment.text))
+        if number < len(segment.text):
+            yield replace(segment, text=segment.text[number:])
+        number = max(0, number - len(segment.text))

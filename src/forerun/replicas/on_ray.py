@@ -1,8 +1,8 @@
 """Replicas on Ray Serve: deployment, routing, and an application for clusters. Only this file imports Ray.
 
-`forerun serve --replicas` starts the replicas and answers HTTP itself, and `forerun generate` sends them the lines of a
-file. In a cluster whose Serve applications are configured by a file, such as a RayService of Kubernetes, `application`
-also builds the ingress.
+`forerun serve --replicas` starts replicas and answers HTTP in its own process; `forerun generate` sends the lines of a
+file to replicas. For clusters whose Serve applications are configured by a file, such as a RayService of Kubernetes,
+`application` also builds the ingress.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ LOSSES = (  # Ray's errors for a lost replica, node or object, or if no replica 
     EngineClosed, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError, RayServeException,
     WorkerCrashedError,
 )  # fmt: skip
-LOST = "the replica that answered was lost ({}); Ray's log says more, and Ray starts another one."
+LOST = "the replica that ran the request was lost ({}); see Ray's log. Ray starts another one."
 
 
 class RayReplica:
-    """A replica in a Ray actor. If the model cannot be loaded, `described` returns the reason."""
+    """A replica in a Ray actor. If the model cannot be loaded, `description` returns the reason."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.problem: str | None = None
-        self.asked = False
+        self.was_called = False
         try:
             llm = LLM(**arguments)
         except ForerunError as error:
@@ -73,10 +73,10 @@ class RayReplica:
             return
         self.replica = Replica(llm, serve.get_replica_context().replica_id.unique_id)
 
-    async def described(self) -> dict[str, Any] | str:
+    async def description(self) -> dict[str, Any] | str:
         """The description for RemoteLLM, or the reason why the model cannot be loaded."""
-        self.asked = True
-        return self.problem or self.replica.described()
+        self.was_called = True
+        return self.problem or self.replica.description()
 
     async def reading(self) -> tuple[str, list[Metric]]:
         """The replica's name and its current metrics."""
@@ -84,7 +84,7 @@ class RayReplica:
 
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
         """The replica's answer to a call."""
-        self.asked = True
+        self.was_called = True
         self.check_health()
         async with aclosing(self.replica.answer(call)) as news:
             async for each in news:
@@ -94,7 +94,7 @@ class RayReplica:
         """Raise if the engine has stopped; Ray then starts another replica."""
         if self.problem is None:
             self.replica.check_health()
-        elif self.asked:  # before, Ray would retry loading forever
+        elif self.was_called:  # if it raised before the first call, Ray would retry loading forever
             raise EngineClosed(self.problem)
 
 
@@ -102,47 +102,47 @@ class PrefixRouter(RequestRouter):
     """Chooses a replica by a RouteTable, counting open requests itself."""
 
     def initialize_state(self, places: int) -> None:
-        """Initialise the router; `places`: samples that a replica runs at once."""
+        """Initialise the router; `places`: samples that a replica runs at the same time."""
         self.table = RouteTable(places)
-        self.under_way: dict[str, tuple[str, int]] = {}  # replica and samples, by request
+        self.open_requests: dict[str, tuple[str, int]] = {}  # replica and number of samples, by request
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All replicas, the best first."""
+        """All replicas, in the order of preference."""
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]
         route, key = pending_request.args[0].route, pending_request.metadata.internal_request_id
-        self.under_way.pop(key, None)
+        self.open_requests.pop(key, None)
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         loads = dict.fromkeys(by_name, 0)
-        for name, num_samples in self.under_way.values():
+        for name, num_samples in self.open_requests.values():
             if name in loads:
                 loads[name] += num_samples
         ranked = self.table.ranked(route, loads)
-        self.take(pending_request, ranked[0], route)
+        self.count_request(pending_request, ranked[0], route)
         pending_request.routing_context.should_backoff = True
         pending_request.future.add_done_callback(partial(self.forget_failed, key))
         return [[by_name[name]] for name in ranked]
 
-    def take(self, request: PendingRequest, replica: str, route: Route) -> None:
-        """Count a request for a replica."""
-        self.under_way[request.metadata.internal_request_id] = replica, route.num_samples
-        self.table.note(route, replica)
+    def count_request(self, request: PendingRequest, replica: str, route: Route) -> None:
+        """Count a request in the load of a replica, and record its route."""
+        self.open_requests[request.metadata.internal_request_id] = replica, route.num_samples
+        self.table.record(route, replica)
 
     def forget_failed(self, key: str, future: asyncio.Future[RunningReplica]) -> None:
         """Stop counting a request for which no replica was found."""
         if future.cancelled() or future.exception() is not None:
-            self.under_way.pop(key, None)
+            self.open_requests.pop(key, None)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Record a request's replica, unless the request is already over."""
-        if pending_request.metadata.internal_request_id in self.under_way:
-            self.take(pending_request, replica_id.unique_id, pending_request.args[0].route)
+        """Record a request's replica, unless the request has already ended."""
+        if pending_request.metadata.internal_request_id in self.open_requests:
+            self.count_request(pending_request, replica_id.unique_id, pending_request.args[0].route)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Stop counting a finished request."""
-        self.under_way.pop(internal_request_id, None)
+        self.open_requests.pop(internal_request_id, None)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class RayReplicas:
         return {}
 
     async def num_running(self) -> int:
-        """The number of running replicas; 0 if Ray does not know, such as while its controller restarts."""
+        """The number of running replicas; 0 if unknown, for example while Ray's controller restarts."""
         with suppress(RayActorError, RayServeException, GetTimeoutError, KeyError):
             status = await asyncio.to_thread(serve.status)
             return int(status.applications[self.app].deployments[NAME].replica_states.get("RUNNING", 0))
@@ -215,8 +215,8 @@ def deployment(arguments: Mapping[str, Any], settings: ReplicaSettings, drain_s:
     )
 
 
-def described(answer: Mapping[str, Any] | str) -> Mapping[str, Any]:
-    """Check a replica's description. Raises ForerunError if the model could not be loaded."""
+def require_loaded(answer: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """Return a replica's description. Raises ForerunError if the replica could not load the model."""
     if isinstance(answer, str):
         raise ForerunError(f"the replicas cannot load the model. {answer}")
     return answer
@@ -228,21 +228,21 @@ def ray_replicas(
 ) -> Iterator[tuple[RemoteLLM, RayReplicas]]:
     """Context with replicas of LLM(**arguments), and their model.
 
-    They run in the cluster of the settings, or in a new one on this machine that ends with the context. `owner`
-    distinguishes them from others of this machine; left-over replicas of a killed process with the same owner are
-    replaced. Raises ForerunError if the cluster is not reachable or the model cannot be loaded.
+    They run in the cluster of the settings, or in a new one on this machine that ends with the context. `owner` is part
+    of their application's name; replicas that a killed process with the same owner left behind are replaced. Raises
+    ForerunError if the cluster is not reachable or the model cannot be loaded.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with in_cluster(settings.address):
         app = f"forerun-{ray.get_runtime_context().get_node_id()[:16]}-{owner}"
         if not settings.address:
-            settings.require_room(arguments, ray.cluster_resources())
+            settings.require_resources(arguments, ray.cluster_resources())
         try:
             handle = serve.run(deployment(arguments, settings, drain_s), name=app, route_prefix=None)
-            model = RemoteLLM(described(handle.described.remote().result()), settings.most)
+            model = RemoteLLM(require_loaded(handle.description.remote().result()), settings.most)
             yield model, RayReplicas(handle, app)
         finally:
-            if settings.address:  # a local cluster ends as a whole
+            if settings.address:  # a local cluster ends with all its applications
                 with suppress(RayServeException, RayActorError):
                     serve.delete(app)
 
@@ -256,7 +256,7 @@ def require_listening(address: str) -> None:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         cure = "start a cluster with ray start --head, or give the address of one"
-        raise InvalidRequest("ray", f"{address}: no Ray cluster is there ({short(error)}): {cure}.") from error
+        raise InvalidRequest("ray", f"{address}: nothing listens there ({short(error)}): {cure}.") from error
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def in_cluster(address: str) -> Iterator[None]:
 
 
 def ingress() -> Any:
-    """The HTTP application of this process's Ingress; Ray calls it after creating the Ingress."""
+    """The HTTP application of this process's Ingress; Ray calls this function after creating the Ingress."""
     return Ingress.http
 
 
@@ -290,7 +290,7 @@ class Ingress:
     http: Any = None
 
     async def __init__(self, handle: DeploymentHandle[Any], settings: ServeSettings, most: int) -> None:  # type: ignore[misc]
-        model = described(await handle.described.remote())
+        model = require_loaded(await handle.description.remote())
         replicas = RayReplicas(handle, serve.get_replica_context().app_name)
         Ingress.http = http_application(ReplicaService(RemoteLLM(model, most), settings, replicas))
 
@@ -298,9 +298,9 @@ class Ingress:
 def application(arguments: Mapping[str, Any]) -> Any:
     """A Serve application, for `import_path: forerun.replicas.on_ray:application`.
 
-    The arguments are those of LLM, such as `model`, those of ServeSettings, such as `allowed_hosts`, and `replicas` as
-    in --replicas. Raises ForerunError for any other one, or without a model: Ray reports errors raised here at once,
-    and those of replicas only after many attempts.
+    The arguments are those of LLM, such as `model`, those of ServeSettings, such as `allowed_hosts`, and `replicas`, as
+    in --replicas. Raises ForerunError for any other argument, or without a model: Ray reports errors raised here at
+    once, but those of replicas only after many attempts.
     """
     of_server = {each.name for each in fields(ServeSettings)}
     of_model = {each.name for each in inspect.signature(LLM).parameters.values() if each.kind is not each.VAR_KEYWORD}
@@ -308,7 +308,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         if name not in (known := of_server | of_model | WORDS.keys() | {"replicas"}):
             raise UnknownKeyword("application", name, nearest(name, sorted(known)))
     if not arguments.get("model"):
-        raise InvalidRequest("model", "it is missing: name a folder or a model of the hub under args.")
+        raise InvalidRequest("model", "it is missing: name a folder or a hub id in the application's args.")
     server = {name: value for name, value in arguments.items() if name in of_server}
     rest = {name: value for name, value in arguments.items() if name not in of_server and name != "replicas"}
     names = server.get("allowed_hosts", "")

@@ -31,9 +31,9 @@ from forerun.serve.gate import Gate
 from forerun.serve.metrics import EngineReader
 from forerun.serve.problems import problem_of
 
-KNOWN = ("name", "draft_name", "fingerprint", "format", "kernels", "measured", "plan", "forecasts", "tokenizer")
-DRAWN = ("request_ids", "seq_ids", "matchers")  # fields of a RequestChecker that each process creates itself
-PAUSE_S = 0.005  # deltas of this time are sent together, since each message takes half a millisecond
+MODEL_FIELDS = ("name", "draft_name", "fingerprint", "format", "kernels", "measured", "plan", "forecasts", "tokenizer")
+LOCAL_FIELDS = ("request_ids", "seq_ids", "matchers")  # fields of a RequestChecker that each process creates
+PAUSE_S = 0.005  # deltas of this period are sent together, since each message takes half a millisecond
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SampleState:
-    """The state of a sample besides its deltas; `queue_s`: seconds that it waited for a place in the batch."""
+    """The state of a sample that its deltas do not contain; `queue_s`: its seconds in the queue for the batch."""
 
     num_cached: int | None
     queue_s: float
@@ -56,9 +56,9 @@ class SampleState:
     pace: LiveGain
 
     @classmethod
-    def of(cls, sequence: Sequence, came_s: float) -> SampleState:
-        """The state of a sequence that arrived at `came_s`."""
-        queue_s = 0.0 if sequence.started_s is None else max(0.0, sequence.started_s - came_s)
+    def of(cls, sequence: Sequence, arrived_s: float) -> SampleState:
+        """The state of a sequence that arrived at `arrived_s`."""
+        queue_s = 0.0 if sequence.started_s is None else max(0.0, sequence.started_s - arrived_s)
         return cls(sequence.num_cached, queue_s, tuple(sequence.prompt_logprobs), sequence.pace)
 
 
@@ -78,15 +78,15 @@ class ReplicaNews:
 class RemoteLLM(LLM):
     """A model without weights whose replicas run in other processes: it checks requests and tokenizes like an LLM.
 
-    `num_replicas`: the maximum number of replicas.
+    It is created from a replica's `description` and the maximum number of replicas.
     """
 
-    def __init__(self, described: Mapping[str, Any], num_replicas: int) -> None:
-        vars(self).update({name: described[name] for name in KNOWN})
-        self.generation_defaults = described["generation_defaults"]
-        options: EngineOptions = described["options"]
-        self.of_all = replace(options, max_num_seqs=options.max_num_seqs * num_replicas)
-        self.requests, self._stats = RequestChecker(**described["checker"]), Stats()
+    def __init__(self, description: Mapping[str, Any], num_replicas: int) -> None:
+        vars(self).update({name: description[name] for name in MODEL_FIELDS})
+        self.generation_defaults = description["generation_defaults"]
+        options: EngineOptions = description["options"]
+        self.summed_options = replace(options, max_num_seqs=options.max_num_seqs * num_replicas)
+        self.requests, self._stats = RequestChecker(**description["checker"]), Stats()
 
     def __repr__(self) -> str:
         return f"RemoteLLM({self.name!r}, fingerprint={self.fingerprint!r})"
@@ -94,7 +94,7 @@ class RemoteLLM(LLM):
     @property
     def options(self) -> EngineOptions:
         """The engine options, with `max_num_seqs` summed over all replicas."""
-        return self.of_all
+        return self.summed_options
 
     def close(self) -> None:
         """No effect: the models belong to the replicas."""
@@ -108,11 +108,11 @@ class Replica:
         self.front = AsyncLLM(llm)
         self.metrics = EngineReader(llm, Gate(0, 0, 0))
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The description from which a RemoteLLM is created."""
         llm, checker = self.llm, self.llm.requests
-        values = {each.name: getattr(checker, each.name) for each in fields(checker) if each.name not in DRAWN}
-        known = {name: getattr(llm, name) for name in (*KNOWN, "generation_defaults", "options")}
+        values = {each.name: getattr(checker, each.name) for each in fields(checker) if each.name not in LOCAL_FIELDS}
+        known = {name: getattr(llm, name) for name in (*MODEL_FIELDS, "generation_defaults", "options")}
         return known | {"checker": values}
 
     def reading(self) -> tuple[str, list[Metric]]:
@@ -125,15 +125,15 @@ class Replica:
             raise EngineClosed(f"the engine of replica {self.name} has stopped.") from self.front.end
 
     async def answer(self, call: Call) -> AsyncGenerator[ReplicaNews, None]:
-        """The answer to a call; closing the generator cancels it. Raises EngineClosed if another replica has to."""
-        came_s, begun = time.perf_counter(), set[int]()
+        """The answer to a call; closing the generator cancels it. Raises EngineClosed if the engine has stopped."""
+        arrived_s, started = time.perf_counter(), set[int]()
         try:
             sequences = await asyncio.to_thread(self.llm.requests.sequences, call.request)
-            async with aclosing(self.front.follow(sequences)) as deltas, aclosing(gathered(deltas)) as lists:
+            async with aclosing(self.front.follow(sequences)) as deltas, aclosing(in_batches(deltas)) as lists:
                 async for each in lists:
-                    changed = {delta.sample for delta in each if delta.sample not in begun or delta.finish_reason}
-                    begun |= changed
-                    states = {sample: SampleState.of(sequences[sample], came_s) for sample in changed}
+                    changed = {delta.sample for delta in each if delta.sample not in started or delta.finish_reason}
+                    started |= changed
+                    states = {sample: SampleState.of(sequences[sample], arrived_s) for sample in changed}
                     yield ReplicaNews(self.llm.fingerprint, each, states)
         except EngineClosed:
             raise
@@ -145,27 +145,27 @@ class Replica:
             yield ReplicaNews(self.llm.fingerprint, problem=arguments)
 
 
-async def gathered(items: AsyncGenerator[T, None]) -> AsyncGenerator[list[T], None]:
-    """The items in lists: the first at once, then those of each PAUSE_S together."""
-    there, bell = list[T](), asyncio.Event()
+async def in_batches(items: AsyncGenerator[T, None]) -> AsyncGenerator[list[T], None]:
+    """The items in lists: the first item at once, then those of each period of PAUSE_S together."""
+    pending, changed = list[T](), asyncio.Event()
 
-    async def gather() -> None:
+    async def collect() -> None:
         async for item in items:
-            there.append(item)
-            bell.set()
+            pending.append(item)
+            changed.set()
 
-    task = asyncio.ensure_future(gather())
-    task.add_done_callback(lambda _: bell.set())
+    task = asyncio.ensure_future(collect())
+    task.add_done_callback(lambda _: changed.set())
     try:
-        while not task.done() or there:
-            await bell.wait()
-            if there:
-                taken = list(there)
-                there.clear()
-                yield taken
+        while not task.done() or pending:
+            await changed.wait()
+            if pending:
+                batch = list(pending)
+                pending.clear()
+                yield batch
                 await asyncio.wait([task], timeout=PAUSE_S)
-            if not task.done() and not there:
-                bell.clear()
+            if not task.done() and not pending:
+                changed.clear()
         await task
     finally:
         task.cancel()

@@ -1,8 +1,8 @@
 """Routes: prefix-aware choice of a replica for each request.
 
-A replica caches the prefixes of texts that it has read, so a request goes to the replica with the longest cached prefix
-of its prompt, unless that one has a much higher load than another. Requests of a session stay with one replica while it
-exists. All others go to the replica with the lowest load.
+A replica caches the prefixes of the texts that it has processed, so a request goes to the replica with the longest
+cached prefix of its prompt, unless that replica has a much higher load than another. Requests of a session stay with
+one replica while it exists. All others go to the replica with the lowest load.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MOST_HOMES = 1 << 17  # stored prefixes, about 20 MB
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a request is routed by: hashes of its prefixes (`keys`, shortest first), and its `session`, if any.
+    """The properties that a request is routed by: hashes of its prefixes (`keys`, shortest first) and its `session`.
 
-    `num_samples`: what it adds to the load of a replica.
+    `num_samples` is added to the load of the chosen replica.
     """
 
     keys: tuple[Hashable, ...] = ()
@@ -40,7 +40,7 @@ class Route:
 
 @dataclass(slots=True)
 class RouteTable:
-    """The last replica (home) of prefixes and sessions. `places`: samples that a replica runs at once."""
+    """The last replica (home) of prefixes and sessions. `places`: samples that a replica runs at the same time."""
 
     places: int
     homes: OrderedDict[Hashable, str] = field(default_factory=OrderedDict)  # least recently used first
@@ -50,8 +50,8 @@ class RouteTable:
     def ranked(self, route: Route, loads: Mapping[str, int]) -> list[str]:
         """All available replicas, the best one for the request first.
 
-        `loads`: their open samples. A prefix's home is not used if its load exceeds that of the least loaded replica by
-        half a batch; that one then becomes its home.
+        `loads`: their numbers of open samples. A prefix's home is not used if its load exceeds that of the least loaded
+        replica by half a batch; the latter then becomes its home.
         """
         by_load = sorted(loads, key=lambda name: (loads[name], self.last_turn.get(name, 0)))
         home = self.homes.get(route.session) if route.session is not None else None
@@ -62,8 +62,8 @@ class RouteTable:
                 home = None
         return by_load if home is None else sorted(by_load, key=lambda name: name != home)
 
-    def note(self, route: Route, replica: str) -> None:
-        """Record that a replica got a request."""
+    def record(self, route: Route, replica: str) -> None:
+        """Record that a replica received a request."""
         self.num_turns += 1
         self.last_turn[replica] = self.num_turns
         for key in (*route.keys, *(() if route.session is None else (route.session,))):

@@ -13,10 +13,10 @@ from forerun.errors import InvalidRequest, MissingPackage
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """From `least` to `most` replicas, scaled by load.
+    """From `least` to `most` replicas, scaled with the load.
 
-    `address`: of a Ray cluster; "auto" is the one running on this machine, and without one a local cluster is started.
-    Raises InvalidRequest naming the field.
+    `address`: that of a Ray cluster; "auto" is the cluster running on this machine; "" starts a local cluster. Raises
+    InvalidRequest naming the field.
     """
 
     least: int
@@ -25,7 +25,7 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            problem = f"{self.least}:{self.most} is not possible: use at least 1, and a maximum not below the minimum."
+            problem = f"{self.least}:{self.most} is not a valid range: use 1 or more, the minimum first."
             raise InvalidRequest("replicas", problem)
 
     def __str__(self) -> str:
@@ -44,31 +44,31 @@ class ReplicaSettings:
     def resources(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> dict[str, Any]:
         """The Ray resources of one replica of LLM(**arguments): its threads, or an even share of the cluster's CPUs.
 
-        On a GPU it takes one GPU.
+        A replica on a GPU also needs one GPU.
         """
         threads = arguments.get("threads")
         share = max(0.1, cluster.get("CPU", 1.0) / self.most)
-        takes: dict[str, Any] = {"num_cpus": threads or (int(share) if share >= 1 else round(share - 0.05, 1))}
+        needed: dict[str, Any] = {"num_cpus": threads or (int(share) if share >= 1 else round(share - 0.05, 1))}
         if str(getattr(arguments.get("model"), "device", arguments.get("device")) or "").startswith("cuda"):
-            takes["num_gpus"] = 1
-        return takes
+            needed["num_gpus"] = 1
+        return needed
 
-    def require_room(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> None:
-        """Raise InvalidRequest if a fixed cluster has no room for `least` replicas.
+    def require_resources(self, arguments: Mapping[str, Any], cluster: Mapping[str, float]) -> None:
+        """Raise InvalidRequest if a fixed cluster lacks the resources for `least` replicas.
 
-        Ray would wait for room forever.
+        Without this check, Ray would wait for them forever.
         """
-        for name, what in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-            takes, there = self.resources(arguments, cluster).get(name, 0), cluster.get(what, 0.0)
-            if self.least * takes > there:
-                problem = f"{self.least} replicas take {takes:g} {what}s each, and this machine has {there:g}"
+        for name, kind in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+            needed, available = self.resources(arguments, cluster).get(name, 0), cluster.get(kind, 0.0)
+            if self.least * needed > available:
+                problem = f"{self.least} replicas need {needed:g} {kind}s each, and this machine has {available:g}"
                 fix = "fewer --threads or replicas" if name == "num_cpus" else "fewer replicas"
-                raise InvalidRequest("replicas", f"{problem}: use {fix}, or a cluster, by --ray.")
+                raise InvalidRequest("replicas", f"{problem}: use {fix}, or a cluster with --ray.")
 
 
 def require_ray() -> None:
     """Raise MissingPackage if Ray Serve is not installed; set the variables that Ray reads when it is imported."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # calls after the end of a cluster must not start a new one
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # calls after a cluster's end must not start another one
     if find_spec("ray") is None or find_spec("ray.serve") is None:
         raise MissingPackage("replicas need Ray Serve, which is not installed: pip install 'forerun[ray]'")

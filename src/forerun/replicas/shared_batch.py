@@ -13,11 +13,11 @@ from forerun.replicas.front import ReplicaFront, Replicas
 from forerun.replicas.replica import RemoteLLM
 from forerun.request import Request
 
-STEP_S = 0.2  # maximum time that a step waits, so that Ctrl-C is noticed
+STEP_S = 0.2  # maximum wait of a step, so that Ctrl-C takes effect
 
 
 class SharedBatch:
-    """Open requests on replicas of the model `llm`. Deltas are received while a step waits.
+    """Open requests on replicas of the model `llm`. Deltas are received only while a step waits.
 
     If a replica is lost, its requests are repeated on another one. Speculation is counted in the model's stats.
     """
@@ -28,39 +28,42 @@ class SharedBatch:
         self.tasks: dict[int, asyncio.Task[None]] = {}  # by request id
         self.deltas: list[Delta] = []
         self.error: BaseException | None = None
-        self.bell = asyncio.Event()
+        self.changed = asyncio.Event()  # set when there is a delta, or a request has ended
 
     def submit(self, sequence: Sequence) -> None:
         """Start a request of one sample."""
         key, request = sequence.request_id, Request(sampling_params=sequence.params, speculation=sequence.speculation)
-        task = self.tasks[key] = self.loop.create_task(self.attend(Answers([(request, [sequence])], "")))
+        task = self.tasks[key] = self.loop.create_task(self.collect(Answers([(request, [sequence])], "")))
 
-        def over(task: asyncio.Task[None]) -> None:
+        def on_end(task: asyncio.Task[None]) -> None:
             self.tasks.pop(key, None)
             if not task.cancelled():
                 self.error = self.error or task.exception()
-            self.bell.set()
+            self.changed.set()
 
-        task.add_done_callback(over)
+        task.add_done_callback(on_end)
 
-    async def attend(self, answers: Answers) -> None:
+    async def collect(self, answers: Answers) -> None:
         """Collect the deltas of a request until it is complete."""
         async with aclosing(self.front.follow(answers)) as deltas:
             async for delta in deltas:
                 if answers.fingerprint != self.llm.fingerprint:
                     raise AnswerDiffers(
-                        f"a replica has the fingerprint {answers.fingerprint} and others have {self.llm.fingerprint}: "
-                        "answers of one file come from replicas on machines of one kind."
+                        f"a replica has the fingerprint {answers.fingerprint} and others have {self.llm.fingerprint}, "
+                        "so that answers may differ: run all replicas on machines of one kind."
                     )
                 if delta.outcome is not None:
                     self.llm.stats.count(delta.outcome)
                 self.deltas.append(delta)
-                self.bell.set()
+                self.changed.set()
         for sequence in answers.sequences:
             self.llm.stats.pace.join(sequence.pace)
 
     def step(self) -> list[Delta]:
-        """The deltas since the last step, waiting shortly for some. Raises the error of a request after all deltas."""
+        """The deltas since the last step, after waiting up to STEP_S for some.
+
+        If there are none and a request has failed, its error is raised.
+        """
         self.loop.run_until_complete(self.wait())
         if self.error is not None and not self.deltas:
             raise self.error
@@ -71,8 +74,8 @@ class SharedBatch:
         """Wait until there are deltas or an error, at most STEP_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(STEP_S):
-                await self.bell.wait()
-        self.bell.clear()
+                await self.changed.wait()
+        self.changed.clear()
 
     def cancel(self, request_id: int) -> None:
         """Cancel a submitted request."""

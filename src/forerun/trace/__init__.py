@@ -1,1 +1,1 @@
-"""Trace: the rounds of one answer, with every drafted token, its probabilities, and whether it was accepted."""
+"""Trace: the rounds of one answer, with every draft token, its probabilities, and whether it was accepted."""

@@ -1,8 +1,8 @@
 """Recording: runs one prompt through the engine and records every round.
 
-`WatchedEngine` reads the values that pass between draft, verify and accept, without changing them; `WatchedDraws`
-records the drafter's probabilities. What a round does not store (p, coins, chances) is a pure function of its draws and
-is computed again. An engine that is not traced runs none of this code.
+`WatchedEngine` reads the values that are passed between draft, verify and accept, without changing them; `WatchedDraws`
+records the drafter's probabilities. Values that a round does not store (p, coins, chances) are pure functions of its
+draws and are computed again. An engine that is not traced runs none of this code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.transforms import Logits
 from forerun.text.detokenize import REPLACEMENT
 from forerun.text.tokenizer import Tokenizer
-from forerun.trace.values import Emitted, Path, Spell, Trace, TracedRound, explain, numbers
+from forerun.trace.values import Emitted, Path, Spell, Trace, TracedRound, explain, verified_values
 from forerun.tree import DraftTree, HostTree
 from forerun.verify.rules import Verdict
 
@@ -36,8 +36,8 @@ from forerun.verify.rules import Verdict
 def trace(llm: LLM, prompt: str | Seq[int], params: SamplingParams, speculation: SpeculationOption = None) -> Trace:
     """Generate one answer and return the trace of its rounds. The LLM must be idle.
 
-    Drafts have the depth of `speculation`, whether it pays or not. If plain decoding must give the same tokens (coupled
-    verification, or temperature 0), it is run too, and they are compared.
+    Drafts have the depth of `speculation`, even if that is slower than plain decoding. If plain decoding must give the
+    same tokens (with coupled verification, or at temperature 0), it is run too, and the tokens are compared.
     """
     if params.n != 1:
         raise InvalidRequest("n", f"{params.n} must be 1: a trace shows one answer.")
@@ -76,11 +76,11 @@ class WatchedEngine(Engine):
             num_ids=engine.num_ids,
         )
         if isinstance(self.controller, MeasuredDepth):
-            self.controller.times_count = False  # recording takes longer than the rounds
+            self.controller.times_count = False  # recording takes longer than a round
         self.tokenizer = tokenizer
         self.rounds: list[TracedRound] = []
         self.text = ""
-        self.passing: tuple[RoundPlan, DraftTree] | None = None
+        self.drafted: tuple[RoundPlan, DraftTree] | None = None
         self.choice = ""
 
     def plan(self, alone: Sequence | None = None, drafts: bool = True) -> RoundPlan:
@@ -92,28 +92,28 @@ class WatchedEngine(Engine):
         """The engine's draft, recorded."""
         draft = super().draft(plan)
         draft = replace(draft, tree=replace(draft.tree, known=None))  # the trace needs all values on the host
-        self.passing = plan, draft.tree
+        self.drafted = plan, draft.tree
         self.choice = self.controller.reason() if isinstance(self.controller, MeasuredDepth) else ""
         return draft
 
     def accept(self, target: TargetPass, verdict: Verdict) -> tuple[list[Delta], list[RowOutcome]]:
-        """The engine's accept step, recorded; figures are computed first, since they refer to the text before it."""
+        """The engine's accept step, recorded; its values are computed first, since they depend on the text before."""
         traced = [self.traced_round(target, verdict)] if any(row.tree for row in target.rows) else []
         deltas, rows = super().accept(target, verdict)
         for round_, delta in zip(traced, deltas, strict=True):
             self.text += delta.text
-            emitted = round_.emitted[: len(delta.token_ids)]  # the text may have ended within the accepted run
+            emitted = round_.emitted[: len(delta.token_ids)]  # the text may have ended within the accepted tokens
             self.rounds.append(replace(round_, emitted=emitted, segments=delta.segments, text=self.text))
         return deltas, rows
 
     def traced_round(self, target: TargetPass, verdict: Verdict) -> TracedRound:
-        """The round by its verdict, before stop conditions and detokenization."""
-        assert self.passing is not None, "a round drafts before it accepts"
-        plan, tree = self.passing
+        """The round from its verdict, before stop conditions and detokenization."""
+        assert self.drafted is not None, "a round drafts before it accepts"
+        plan, tree = self.drafted
         (row,) = target.rows
         assert row.tree is not None, "a row that draws has a tree"
         assert isinstance(plan.draws, WatchedDraws), "a watched round has watched draws"
-        figures = numbers(tree, target.node_logits(), plan.draws, self.options.verification)
+        values = verified_values(tree, target.node_logits(), plan.draws, self.options.verification)
         q = plan.draws.q | declared(tree, row.tree, plan.draws.vocab)
         spell = speller(self.tokenizer, list(row.sequence.tokens))
         (run,) = accept(verdict, [row.tree])
@@ -122,10 +122,10 @@ class WatchedEngine(Engine):
             number=len(self.rounds) + 1,
             num_prompt_tokens=row.plan.num_chunk,
             choice=self.choice,
-            rule=figures.rule,
-            guesses=explain(row.tree, figures, run.nodes, q, spell),
+            rule=values.rule,
+            guesses=explain(row.tree, values, run.nodes, q, spell),
             emitted=[
-                Emitted(token, spell(run.tokens[:i], token), origin, float(figures.law[node, token]))
+                Emitted(token, spell(run.tokens[:i], token), origin, float(values.law[node, token]))
                 for i, (node, token, origin) in emitted
             ],
             segments=(),
@@ -134,13 +134,13 @@ class WatchedEngine(Engine):
 
 
 class WatchedDraws(Draws):
-    """A round's draws that record `q`, the drafter's probabilities of its tokens, by path and token."""
+    """A round's draws that record `q`, the drafter's probabilities of its draft tokens, by path and token."""
 
     q: dict[tuple[Path, int], float]
 
     @classmethod
     def of(cls, draws: Draws) -> WatchedDraws:
-        """Recording draws of the rows of `draws`."""
+        """Draws of the same rows as `draws` that record `q`."""
         watched = cls(
             draws.rows,
             draws.vocab,
@@ -171,12 +171,12 @@ def declared(tree: DraftTree, host: HostTree, vocab: int) -> dict[tuple[Path, in
         return {}
     paths, rows = host.paths(), tree.q.row[0, list(host.places)].tolist()
     laws = tree.q.dense(vocab)
-    guesses = zip(host.tokens[1:], host.parents[1:], strict=True)
-    return {(paths[above], token): float(laws[rows[above], token]) for token, above in guesses if rows[above] >= 0}
+    nodes = zip(host.tokens[1:], host.parents[1:], strict=True)
+    return {(paths[parent], token): float(laws[rows[parent], token]) for token, parent in nodes if rows[parent] >= 0}
 
 
 def speller(tokenizer: Tokenizer, before: Seq[int]) -> Spell:
-    """A function that gives the text a token adds after a path; if it adds none, its surface form."""
+    """A function that returns the text that a token adds after a path; if it adds none, its surface form."""
 
     def spell(path: Seq[int], token: int) -> str:
         decoder = tokenizer.decoder(skip_special_tokens=False, after=[*before, *path])

@@ -1,6 +1,6 @@
 """The picture of a trace, for a terminal and as an SVG.
 
-The colours of origins are passed in. Everything that a colour shows is also shown in words or marks.
+The colours of origins are parameters. Everything that a colour shows is also shown by words or marks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from forerun.accept.commit import Origin
 from forerun.report import counted
-from forerun.trace.values import Fate, Guess, Rule, Trace, TracedRound, quote
+from forerun.trace.values import Fate, Rule, Trace, TracedNode, TracedRound, quote
 
 Styles = Mapping[Origin, Style]
 
@@ -24,19 +24,19 @@ INDENT = "  "
 DIM, BOLD, WRONG = Style(dim=True), Style(bold=True), Style(color="red")
 MARKS: Mapping[Fate, str] = {"accepted": "✓", "rejected": "✗", "not judged": "·"}
 RULES: Mapping[Rule, str] = {
-    "follow": "A guess is accepted (✓) if the target's own draw in its place is the same token, however likely it was.",
-    "token": "A guess is accepted (✓) if its coin, uniform in (0, 1), lies below p/q. At a rejection (✗) the token is "
-    "drawn from what p gives and q does not.",
-    "block": "A guess is accepted (✓) if its coin, uniform in (0, 1), or that of a later guess lies below its h, which "
-    "weighs p against q over all guesses up to it. At a rejection (✗) the token is drawn from what p gives and q does "
-    "not.",
+    "follow": "A draft token is accepted (✓) if the target samples the same token at its position.",
+    "token": "A draft token is accepted (✓) if its coin, uniform in (0, 1), is below p/q. At a rejection (✗) the token "
+    "is sampled from the residual max(p - q, 0).",
+    "block": "A draft token is accepted (✓) if its coin, uniform in (0, 1), is below its h, or a later token's coin is "
+    "below the h of that token; h compares p with q over all tokens up to its own. At a rejection (✗) the token is "
+    "sampled from the residual of p and q.",
 }
-SHARED_NOISE = "Both draw with the same noise, so they agree more often than two separate draws."
-GREEDY = "At temperature 0 all probability lies on the likeliest token."
+SHARED_NOISE = "Both sample with the same noise, so they agree more often than with independent noise."
+GREEDY = "At temperature 0, the most likely token has probability 1."
 ORIGINS: Mapping[Origin, str] = {
-    Origin.RECOVERED: "recovered: drawn in place of a guess",
-    Origin.BONUS: "bonus: one more where guesses end",
-    Origin.TARGET: "nothing guessed: the target's own",
+    Origin.RECOVERED: "recovered: replaces a rejected token",
+    Origin.BONUS: "bonus: one token after the draft",
+    Origin.TARGET: "plain: sampled without a draft",
 }
 LATEST = 160  # characters of text shown per round
 LEAST_TOKEN, MOST_TOKEN = 12, 26  # width of the token column
@@ -63,7 +63,7 @@ SVG_FORMAT = """\
 
 def picture(trace: Trace, styles: Styles) -> RenderableType:
     """The trace as a renderable: legend, rounds and summary."""
-    tables = [list(lines_of(round_, styles)) for round_ in trace.rounds]
+    tables = [list(round_rows(round_, styles)) for round_ in trace.rounds]
     width = min(MOST_TOKEN, max([LEAST_TOKEN, *(line[0].cell_len for lines in tables for line in lines)]))
     before = trace.prompt
     parts: list[RenderableType] = [*legend(trace)]
@@ -75,12 +75,12 @@ def picture(trace: Trace, styles: Styles) -> RenderableType:
 
 
 def legend(trace: Trace) -> Iterator[Text]:
-    """The legend, limited to what occurs."""
-    guesses = [guess for round_ in trace.rounds for guess in round_.guesses]
-    if not guesses:
-        yield Text("Nothing is guessed: this is plain decoding, one token for each pass of the target.")
+    """The legend of the values and marks that occur in the trace."""
+    nodes = [node for round_ in trace.rounds for node in round_.guesses]
+    if not nodes:
+        yield Text("Nothing is drafted: this is plain decoding, one token per pass of the target.")
         return
-    unknown = any(guess.q is None for guess in guesses)
+    unknown = any(node.q is None for node in nodes)
     ends = " (-: it has none)." if unknown else "."
     yield Text.assemble(
         ("p", BOLD), ": the target's probability of the token.  ", ("q", BOLD), ": the drafter's" + ends
@@ -92,38 +92,38 @@ def legend(trace: Trace) -> Iterator[Text]:
         yield Text(SHARED_NOISE)
 
 
-def lines_of(round_: TracedRound, styles: Styles) -> Iterator[list[Text]]:
-    """The cells of a round's drafted tokens, depth first, then of the token after them."""
+def round_rows(round_: TracedRound, styles: Styles) -> Iterator[list[Text]]:
+    """The table rows of a round: its draft tokens, depth first, then the token after them."""
     look = {"accepted": styles[Origin.DRAFTED], "rejected": WRONG, "not judged": DIM}
-    for branch, guess in laid_out(round_):
-        q = "-" if guess.q is None else f"{guess.q:.3f}"
-        first = Text.assemble(INDENT, (branch, DIM), (quote(guess.text), look[guess.verdict]))
-        verdict = Text.assemble((MARKS[guess.verdict], look[guess.verdict]), " " + guess.reason)
-        yield [first, Text(q), Text(f"{guess.p:.3f}"), verdict]
+    for branch, node in with_branches(round_):
+        q = "-" if node.q is None else f"{node.q:.3f}"
+        first = Text.assemble(INDENT, (branch, DIM), (quote(node.text), look[node.verdict]))
+        verdict = Text.assemble((MARKS[node.verdict], look[node.verdict]), " " + node.reason)
+        yield [first, Text(q), Text(f"{node.p:.3f}"), verdict]
     for token in round_.emitted:
         if token.origin is not Origin.DRAFTED:
             first, style = Text.assemble(INDENT, (quote(token.text), styles[token.origin])), styles[token.origin]
             yield [first, Text(), Text(f"{token.p:.3f}"), Text.assemble(("+", style), " " + ORIGINS[token.origin])]
 
 
-def laid_out(round_: TracedRound, node: int = 0, indent: str = "") -> Iterator[tuple[str, Guess]]:
-    """(branch lines, guess) of the guesses below a node, depth first; chains have no branch lines."""
-    children = round_.children(node)
-    for guess in children:
-        last = guess is children[-1]
+def with_branches(round_: TracedRound, parent: int = 0, indent: str = "") -> Iterator[tuple[str, TracedNode]]:
+    """(branch lines, node) of the nodes below a parent, depth first; chains have no branch lines."""
+    children = round_.children(parent)
+    for node in children:
+        last = node is children[-1]
         branch, below = ("└ ", "  ") if last else ("├ ", "│ ")
-        yield indent + branch if round_.branches else "", guess
-        yield from laid_out(round_, guess.node, indent + below)
+        yield indent + branch if round_.has_branches else "", node
+        yield from with_branches(round_, node.node, indent + below)
 
 
 def as_table(round_: TracedRound, lines: Sequence[list[Text]], width: int) -> Table:
     """A round's table with a header; `width`: of the first column."""
-    done = f"{len(round_.guesses)} guessed, {round_.num_accepted} accepted" if round_.guesses else ""
+    counts = f"{len(round_.guesses)} drafted, {round_.num_accepted} accepted" if round_.guesses else ""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=Style())
     table.add_column(Text(f"round {round_.number}", BOLD), width=width, no_wrap=True, overflow="ellipsis")
     table.add_column(Text("q", DIM), justify="right", width=5, no_wrap=True)
     table.add_column(Text("p", DIM), justify="right", width=5, no_wrap=True)
-    table.add_column("reads the prompt" if round_.num_prompt_tokens else done, overflow="fold")
+    table.add_column("prefills the prompt" if round_.num_prompt_tokens else counts, overflow="fold")
     for line in lines:
         table.add_row(*line)
     return table
@@ -150,8 +150,8 @@ def summary(trace: Trace) -> Iterator[Text]:
     tokens, rounds = counted(len(trace.token_ids), "token"), counted(len(trace.rounds), "round")
     yield Text(f"{rounds} for {tokens}: plain decoding needs {counted(len(trace.token_ids), 'target pass')}.", BOLD)
     if trace.same_as_plain is None:
-        law = f"By {trace.verification} verification they follow the law of plain decoding"
-        yield Text(f"{law}; the very same tokens are what --verification coupled gives.")
+        law = f"With {trace.verification} verification, the tokens have the distribution of plain decoding"
+        yield Text(f"{law}; with --verification coupled they are the same tokens.")
     else:
         yield Text(
             f"Same tokens as plain decoding: {'yes' if trace.same_as_plain else 'NO'} (seed {trace.seed}).", BOLD

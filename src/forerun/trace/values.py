@@ -10,9 +10,8 @@
         emitted: token_id, text, origin, p
         segments: text, origin, special
 
-The numbers of a guess come from the functions that serve requests: laws, draws and coins from `Draws`, acceptance
-probabilities from the rules of `verify`. Verdicts are those of the engine. `record.py` fills in these values, `show.py`
-displays them.
+The values come from the functions that serve requests: laws, draws and coins from `Draws`, acceptance probabilities
+from the rules of `verify`. Verdicts are those of the engine. `record.py` creates these values, `show.py` displays them.
 """
 
 from __future__ import annotations
@@ -40,12 +39,13 @@ Spell = Callable[[Sequence[int], int], str]  # the text of a token after a path
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """One drafted token. `node` counts from 1 within the round; `parent` is the node before it, 0 the root.
+class TracedNode:
+    """One draft token. `node` counts from 1 within the round; `parent` is the node before it, 0 the root.
 
     `q` and `p`: the drafter's and the target's probability of the token after all transforms (`q` is None without a
-    law, as with n-grams). Under `follow`, `drawn_id` is the target's token in its place. Under `token` and `block`, the
-    uniform `coin` is compared with `chance`: under `token` P(accepted | reached), under `block` h.
+    law, as with n-grams). Under `follow`, `drawn_id` is the token that the target sampled after the parent. Under
+    `token` and `block`, the uniform `coin` is compared with `chance`: under `token` P(accepted | reached), under
+    `block` h.
     """
 
     node: int
@@ -74,18 +74,18 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class TracedRound:
-    """One target pass over `num_prompt_tokens` of prompt (without the root) and the drafted tokens.
+    """One target pass over `num_prompt_tokens` of the prompt (without the root) and the draft tokens (`guesses`).
 
     `rule`: the verification rule used; tokens without a law use `follow` in every mode. `emitted` has no bonus or
-    recovered token if the text ends within the accepted ones. `segments`: the text that became certain in this round
-    (it may lag behind tokens); `text`: the answer so far. `choice`: the controller's depth and its reason; "" for a
-    fixed depth.
+    recovered token if the text ends within the accepted ones. `segments`: the text that became certain in this round,
+    which may lag behind the tokens; `text`: the answer so far. `choice`: the controller's depth and its reason; "" for
+    a fixed depth.
     """
 
     number: int
     num_prompt_tokens: int
     rule: Rule
-    guesses: Sequence[Guess]
+    guesses: Sequence[TracedNode]
     emitted: Sequence[Emitted]
     segments: Sequence[Segment]
     text: str
@@ -93,22 +93,22 @@ class TracedRound:
 
     @property
     def num_accepted(self) -> int:
-        """The number of accepted guesses."""
-        return sum(guess.verdict == "accepted" for guess in self.guesses)
+        """The number of accepted draft tokens."""
+        return sum(node.verdict == "accepted" for node in self.guesses)
 
     @property
-    def branches(self) -> bool:
+    def has_branches(self) -> bool:
         """Whether the draft is a tree and not a chain."""
-        return any(guess.parent != guess.node - 1 for guess in self.guesses)
+        return any(node.parent != node.node - 1 for node in self.guesses)
 
-    def children(self, node: int) -> list[Guess]:
-        """The children of a node, in draw order."""
-        return [guess for guess in self.guesses if guess.parent == node]
+    def children(self, parent: int) -> list[TracedNode]:
+        """The children of a node, in the order in which they were drawn."""
+        return [node for node in self.guesses if node.parent == parent]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A whole answer. `same_as_plain`: whether plain decoding gave the same tokens; None where it need not."""
+    """A complete answer. `same_as_plain`: whether plain decoding gave the same tokens; None if it need not."""
 
     prompt: str
     prompt_token_ids: Sequence[int]
@@ -128,11 +128,11 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """The values that a tree was verified by: one entry per node of its host tree; node 0 is the root.
+class VerifiedValues:
+    """The values that a tree was verified with: one entry per node of its host tree; node 0 is the root.
 
-    `law` is p, the target's law of the token after each node. With `follow`, `drawn` is the target's draw after each
-    node. With `token` and `block`, `coins` and `chances` are those of each node's own token.
+    `law` is p, the target's law of the token after each node. With `follow`, `drawn` is the token that the target
+    sampled after each node. With `token` and `block`, `coins` and `chances` are those of each node's token.
     """
 
     rule: Rule
@@ -142,93 +142,96 @@ class Numbers:
     chances: Sequence[float] | None = None
 
 
-def numbers(tree: DraftTree, logits: Float[Tensor, "nodes vocab"], draws: Draws, verification: Verification) -> Numbers:
-    """The values by which `verify` decides on this tree, in a round of one sequence."""
+def verified_values(
+    tree: DraftTree, logits: Float[Tensor, "nodes vocab"], draws: Draws, verification: Verification
+) -> VerifiedValues:
+    """The values with which `verify` decides on this tree, in a round of one sequence."""
     at = draws.nodes(tree)
     law = draws.probs(logits, at)
     if verification == "coupled" or tree.rows_with_law() is None:
-        return Numbers("follow", law, drawn=draws.draw(logits, at).tolist())
+        return VerifiedValues("follow", law, drawn=draws.draw(logits, at).tolist())
     rule: Rule = "block" if verification == "block" and tree.width == 1 else "token"
     valid = tree.valid[0]
     row = torch.where(valid, valid.long().cumsum(0) - 1, 0)[None]
     accept = (block_law if rule == "block" else token_law)(tree, law, row).accept[0, valid]
     above = row[0, tree.parents[0, valid].clamp_min(0)]
     coins = draws.coins(PathState(at.row[above], at.drawn[above], at.position[above]), tree.tokens[0, valid])
-    return Numbers(rule, law, coins=coins.tolist(), chances=accept.tolist())
+    return VerifiedValues(rule, law, coins=coins.tolist(), chances=accept.tolist())
 
 
 def explain(
-    tree: HostTree, found: Numbers, kept: Sequence[int], q: Mapping[tuple[Path, int], float], spell: Spell
-) -> list[Guess]:
-    """Every guess of a tree, with its values and verdict.
+    tree: HostTree, values: VerifiedValues, accepted: Sequence[int], q: Mapping[tuple[Path, int], float], spell: Spell
+) -> list[TracedNode]:
+    """Every draft token of a tree, with its values and verdict.
 
-    `kept`: the accepted nodes, including the root; `q`: the drafter's probabilities by path and token.
+    `accepted`: the accepted nodes, including the root; `q`: the drafter's probabilities by path and token.
     """
     paths = tree.paths()
-    guesses = []
+    nodes = []
     for node, (token, parent) in enumerate(zip(tree.tokens[1:], tree.parents[1:], strict=True), start=1):
-        fate = fate_of(tree, found.rule, kept, node)
-        drawn = found.drawn[parent] if found.drawn else None
-        instead = None if drawn is None else quote(spell(paths[parent], drawn))
-        guesses.append(
-            Guess(
+        fate = fate_of(tree, values.rule, accepted, node)
+        drawn = values.drawn[parent] if values.drawn else None
+        drawn_text = None if drawn is None else quote(spell(paths[parent], drawn))
+        nodes.append(
+            TracedNode(
                 node=node,
                 parent=parent,
                 depth=len(paths[node]),
                 token_id=token,
                 text=spell(paths[parent], token),
                 q=q.get((paths[parent], token)),
-                p=float(found.law[parent, token]),
+                p=float(values.law[parent, token]),
                 verdict=fate,
-                reason=reason_for(tree, found, kept, node, fate, instead),
+                reason=reason_for(tree, values, accepted, node, fate, drawn_text),
                 drawn_id=drawn,
-                coin=found.coins[node] if found.coins else None,
-                chance=found.chances[node] if found.chances else None,
+                coin=values.coins[node] if values.coins else None,
+                chance=values.chances[node] if values.chances else None,
             )
         )
-    return guesses
+    return nodes
 
 
-def fate_of(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> Fate:
-    """The verdict on a guess. Under `block`, every guess of a chain is judged."""
-    if node in kept:
+def fate_of(tree: HostTree, rule: Rule, accepted: Sequence[int], node: int) -> Fate:
+    """The verdict on a draft token. Under `block`, every token of a chain is verified."""
+    if node in accepted:
         return "accepted"
     parent = tree.parents[node]
-    earlier = any(tree.parents[other] == parent for other in kept if other < node)
-    passed_over = rule == "token" and earlier  # siblings are tried in turn, until one is accepted
-    return "rejected" if rule == "block" or (parent in kept and not passed_over) else "not judged"
+    earlier = any(tree.parents[other] == parent for other in accepted if other < node)
+    skipped = rule == "token" and earlier  # siblings are tried in turn, until one is accepted
+    return "rejected" if rule == "block" or (parent in accepted and not skipped) else "not judged"
 
 
-def reason_for(tree: HostTree, found: Numbers, kept: Sequence[int], node: int, fate: Fate, drawn: str | None) -> str:
-    """The reason of a verdict, in words. `drawn`: the target's token in the guess's place, under `follow`."""
+def reason_for(
+    tree: HostTree, values: VerifiedValues, accepted: Sequence[int], node: int, fate: Fate, drawn: str | None
+) -> str:
+    """The reason of a verdict, as a phrase. `drawn`: under `follow`, the token that the target sampled instead."""
     if fate == "not judged":
-        return "not judged: " + why_not(tree, found.rule, kept, node)
+        return "not verified: " + why_not_verified(tree, values.rule, accepted, node)
     if drawn is not None:
-        return "the target drew the same" if fate == "accepted" else f"the target drew {drawn} instead"
-    assert found.coins is not None, "a rule that is not `follow` tosses coins"
-    assert found.chances is not None, "a coin decides against a chance"
-    return tossed(
-        found.rule, found.coins[node], found.chances[node], fate, first=node == tree.parents.index(tree.parents[node])
-    )
+        return "the target sampled the same token" if fate == "accepted" else f"the target sampled {drawn}"
+    assert values.coins is not None, "a rule that is not `follow` tosses coins"
+    assert values.chances is not None, "a coin is compared with a chance"
+    first = node == tree.parents.index(tree.parents[node])
+    return comparison(values.rule, values.coins[node], values.chances[node], fate, first)
 
 
-def why_not(tree: HostTree, rule: Rule, kept: Sequence[int], node: int) -> str:
-    """Why a guess was not judged, by its first ancestor that was not accepted."""
-    turn = node
-    while tree.parents[turn] not in kept:
-        turn = tree.parents[turn]
-    if turn == node:
+def why_not_verified(tree: HostTree, rule: Rule, accepted: Sequence[int], node: int) -> str:
+    """Why a draft token was not verified: what happened to its first ancestor that was not accepted."""
+    ancestor = node
+    while tree.parents[ancestor] not in accepted:
+        ancestor = tree.parents[ancestor]
+    if ancestor == node:
         return "another was accepted"
-    return "behind a rejected guess" if fate_of(tree, rule, kept, turn) == "rejected" else "on another branch"
+    return "after a rejected token" if fate_of(tree, rule, accepted, ancestor) == "rejected" else "on another branch"
 
 
-def tossed(rule: Rule, coin: float, chance: float, fate: Fate, first: bool) -> str:
-    """A comparison of coin and chance in words; later siblings are judged by the residual of p and q."""
+def comparison(rule: Rule, coin: float, chance: float, fate: Fate, first: bool) -> str:
+    """The comparison of coin and chance as a phrase; later siblings are verified against the residual of p and q."""
     below = coin < chance
     against = f"coin {coin:.3f} {'<' if below else '≥'} {chance:.3f} = "
     if rule == "block":
         return against + "h" + ("" if below or fate == "rejected" else ", saved later")
-    ratio = "p/q" if first else "p/q of the rest"
+    ratio = "p/q" if first else "residual p/q"
     return f"coin {coin:.3f} < 1 ≤ {ratio}" if chance >= 1 else against + ratio
 
 

@@ -1,6 +1,6 @@
 """The HTTP client of load tests: sends a streaming request and times its tokens. Only this file imports httpx.
 
-Times are taken when bytes arrive, before they are parsed.
+A chunk's time is taken when its bytes arrive, before they are parsed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from forerun.errors import InvalidRequest, MissingPackage
 from forerun.limits import shown
 
 CONNECT_S = 10.0
-IDLE_S = 2.0  # idle connections are not reused after this time: servers close them, many after 5 seconds
+IDLE_S = 2.0  # idle connections are not reused after this time, since servers close them, many after 5 seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A server's URL, API key and model; `chat` uses chat completions.
+    """A server's URL, API key and model; `chat`: use chat completions.
 
-    Errors name the options of the URL and the model (`url_option`, `model_option`).
+    `url_option` and `model_option`: the options that errors about the URL and the model name.
     """
 
     url: str
@@ -48,7 +48,7 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model of a server: its name, whether the server is forerun's, its fingerprint and owner, if any."""
+    """A model of a server: its name, whether it is a forerun server, and the model's fingerprint and owner, if any."""
 
     name: str
     forerun: bool
@@ -60,9 +60,9 @@ class ServedModel:
 class TimedAnswer:
     """One request with its times, in seconds on one clock.
 
-    `due_s`: when it should be sent; `sent_s`: when it was. `num_tokens`: from the usage or, without one, the number of
-    chunks with text. `longest_gap_s`: the longest time between two chunks. `digest`: a hash of the text. `error`: ""
-    for a complete answer; the times of a failed one are not used.
+    `due_s`: when it should have been sent; `sent_s`: when it was sent. `num_tokens`: from the usage if `counted`, else
+    the number of chunks with text. `longest_gap_s`: the longest time between two chunks. `digest`: a hash of the text.
+    `error`: "" for a complete answer; the times of a failed one are not used.
     """
 
     index: int
@@ -108,18 +108,18 @@ class TrafficClient:
 
         self.address, base, option = address, address.base, address.url_option
         if not base.startswith(("http://", "https://")):
-            raise InvalidRequest(option, f"{shown(base)} is no address of a server: begin it with http:// or https://.")
+            raise InvalidRequest(option, f"{shown(base)} is not a URL: begin it with http:// or https://.")
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         try:
             self.http = httpx.AsyncClient(
                 base_url=base,
                 headers=headers,
                 timeout=httpx.Timeout(address.timeout_s, connect=CONNECT_S),
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),  # no waiting in the client
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),  # the client must never wait
                 trust_env=False,
             )
         except (httpx.InvalidURL, UnicodeError) as error:
-            raise InvalidRequest(option, f"{shown(address.url)} is no address ({error}).") from error
+            raise InvalidRequest(option, f"{shown(address.url)} is not a valid URL ({error}).") from error
 
     async def __aenter__(self) -> TrafficClient:
         return self
@@ -128,7 +128,7 @@ class TrafficClient:
         await self.http.aclose()
 
     async def served_model(self) -> ServedModel:
-        """The model to use. Raises InvalidRequest if the server does not answer or does not have it."""
+        """The model to use. Raises InvalidRequest if the server does not answer or does not have the model."""
         import httpx
 
         base, option = self.address.base, self.address.url_option
@@ -136,7 +136,8 @@ class TrafficClient:
             response = await self.http.get("/v1/models")
             models = response.raise_for_status().json()["data"]
         except httpx.HTTPStatusError as error:
-            cure = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
+            unauthorized = error.response.status_code == 401
+            cure = "give its key with --api-key" if unauthorized else "is the server OpenAI-compatible?"
             raise InvalidRequest(option, f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
@@ -144,14 +145,15 @@ class TrafficClient:
                 option, f"{base} does not answer ({why}): start the server, or give another address."
             ) from error
         except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest(option, f"{base}/v1/models is no list of models: is it OpenAI-compatible?") from error
+            problem = f"{base}/v1/models is not a list of models: is the server OpenAI-compatible?"
+            raise InvalidRequest(option, problem) from error
         names = [str(model.get("id")) for model in models]
         if not names:
             raise InvalidRequest(option, f"{base} serves no model.")
         name = self.address.model or names[0]
         if name not in names:
             raise InvalidRequest(
-                self.address.model_option, f"{shown(name)} is not served at {base}, but {', '.join(names)}."
+                self.address.model_option, f"{base} does not serve {shown(name)}: name one of {', '.join(names)}."
             )
         model = models[names.index(name)]
         owner = str(model.get("owned_by") or "")
@@ -169,13 +171,14 @@ class TrafficClient:
                 response = await self.http.post(self.address.path, json=body)
             answer = response.json() if response.status_code == 200 else None
         except httpx.HTTPError as error:
-            raise InvalidRequest(option, f"{base} broke off ({str(error) or type(error).__name__}).") from error
+            reason = str(error) or type(error).__name__
+            raise InvalidRequest(option, f"{base} closed the connection or did not answer ({reason}).") from error
         except ValueError as error:
-            raise InvalidRequest(option, f"{base}{self.address.path} answers with no JSON.") from error
+            raise InvalidRequest(option, f"{base}{self.address.path} does not answer with JSON.") from error
         if answer is None:
             cure = ": give its key with --api-key" if response.status_code == 401 else ""
             refusal = refusal_of(response.status_code, response.content)
-            raise InvalidRequest(option, f"{base} refuses a request, {refusal}{cure}.")
+            raise InvalidRequest(option, f"{base} refuses a request with {refusal}{cure}.")
         if not isinstance(answer, dict) or not answer.get("choices"):
             raise InvalidRequest(option, f"{base}{self.address.path} answers without choices: {shown(answer)}.")
         return answer
@@ -191,7 +194,7 @@ class TrafficClient:
         return response.text if response.status_code == 200 else None
 
     async def ask(self, index: int, body: Mapping[str, Any], due_s: float) -> TimedAnswer:
-        """Send a request and read its stream; a failure gives an answer with an error."""
+        """Send a request and read its stream. If the request fails, the answer has an error."""
         import httpx
 
         sent_s = time.perf_counter()
@@ -243,7 +246,7 @@ class ChunkTimes:
             chunk = json.loads(data)
             choices = chunk.get("choices") or []
         except (ValueError, AttributeError):
-            self.error = f"a chunk is no JSON object: {data[:80]!r}"
+            self.error = f"a chunk is not a JSON object: {data[:80]!r}"
             return
         if chunk.get("error"):
             self.error = error_text(chunk)
@@ -256,9 +259,9 @@ class ChunkTimes:
             if text:
                 self.texts.append(text)
             if text or choice.get("finish_reason"):
-                self.arrived(now_s)
+                self.record_time(now_s)
 
-    def arrived(self, now_s: float) -> None:
+    def record_time(self, now_s: float) -> None:
         """Record the time of a chunk with tokens."""
         if self.last_s is not None:
             self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
@@ -267,16 +270,16 @@ class ChunkTimes:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer, by the usage, or else the number of chunks with text."""
+        """Tokens of the answer, from the usage, or else the number of chunks with text."""
         counted = (self.usage or {}).get("completion_tokens")
         return counted if isinstance(counted, int) else len(self.texts)
 
     @property
     def speculation(self) -> Mapping[str, Any] | None:
         """Speculation counts from forerun's usage or llama.cpp's timings; None without either."""
-        by_usage: Mapping[str, Any] | None = (self.usage or {}).get("speculation")
-        if by_usage is not None or "draft_n" not in self.timings:
-            return by_usage
+        from_usage: Mapping[str, Any] | None = (self.usage or {}).get("speculation")
+        if from_usage is not None or "draft_n" not in self.timings:
+            return from_usage
         accepted = self.timings.get("draft_n_accepted", 0)
         rounds = self.timings.get("predicted_n", self.num_tokens) - accepted
         return {"num_drafted": self.timings["draft_n"], "num_accepted": accepted, "num_rounds": rounds}
@@ -287,8 +290,8 @@ class ChunkTimes:
         if self.error:
             return self.error
         if not self.done:
-            return "the stream ended before its end"
-        return "" if self.first_s is not None else "the stream has no answer in it"
+            return "the stream ended before the answer was complete"
+        return "" if self.first_s is not None else "the stream contains no answer"
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -310,6 +313,6 @@ def refusal_of(status: int, content: bytes) -> str:
 
 
 def error_text(body: Any) -> str:
-    """The message of an error in OpenAI's form, or any other."""
+    """The message of an error in OpenAI's format, or the whole body in other formats."""
     error = body.get("error", body) if isinstance(body, dict) else body
     return shown(error.get("message", error) if isinstance(error, dict) else error)

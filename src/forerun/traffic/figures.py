@@ -1,7 +1,7 @@
-"""Figures of a load test: latency percentiles, throughput, service level; and the report.
+"""Figures of a load test (latency percentiles, throughput, service level), and the report.
 
-This file has every formula. Percentiles are nearest-rank, so each is the time of some request. Ratios are computed
-within a repetition, whose blocks are close in time, and then the median of the ratios is taken. In JSON, times are in
+This file has every formula. Percentiles are nearest-rank, so that each is the time of an actual request. Ratios are
+computed within a repetition, whose blocks are close in time, and their median is reported. In JSON, times are in
 seconds, shares between 0 and 1, and unknown values null.
 """
 
@@ -24,7 +24,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class TrafficBlock:
-    """One finished block: its answers in order, and its duration until the last one.
+    """One finished block: its answers in the order of the requests, and its duration until the last answer.
 
     At a rate, the duration is at least the time in which its requests arrive.
     """
@@ -63,12 +63,12 @@ class ServiceLevel:
             raise InvalidRequest("sla_percentile", f"{self.percentile:g} must be above 0 and at most 100.")
 
     @property
-    def asks(self) -> bool:
+    def has_limits(self) -> bool:
         """Whether there is any limit."""
         return self.between_s is not None or self.first_s is not None
 
-    def kept_by(self, answer: TimedAnswer) -> bool:
-        """Whether a request met the limits."""
+    def is_met_by(self, answer: TimedAnswer) -> bool:
+        """Whether a request met the limits; a failed one did not."""
         if answer.error:
             return False
         between, first = answer.between_tokens_s, answer.first_token_s
@@ -87,7 +87,7 @@ class TimeFigures:
     """Percentiles of times in seconds, by name such as "p50"; None without values.
 
     `between_tokens_s`: each request's mean time between tokens; `longest_gap_s`: its longest wait within the stream,
-    which is what a reader notices if several tokens arrive at once.
+    which readers notice if several tokens arrive at once.
     """
 
     num_answers: int
@@ -99,18 +99,18 @@ class TimeFigures:
     @classmethod
     def of(cls, answers: Iterable[TimedAnswer]) -> TimeFigures:
         """The figures of the complete answers."""
-        good = [answer for answer in answers if not answer.error]
+        complete = [answer for answer in answers if not answer.error]
 
-        def by(value: Callable[[TimedAnswer], float | None]) -> Mapping[str, float] | None:
-            values = [taken for answer in good if (taken := value(answer)) is not None]
+        def percentiles(value: Callable[[TimedAnswer], float | None]) -> Mapping[str, float] | None:
+            values = [seconds for answer in complete if (seconds := value(answer)) is not None]
             return {f"p{share}": percentile(values, float(share)) for share in PERCENTILES} if values else None
 
         return cls(
-            num_answers=len(good),
-            first_token_s=by(lambda answer: answer.first_token_s),
-            between_tokens_s=by(lambda answer: answer.between_tokens_s),
-            longest_gap_s=by(lambda answer: answer.longest_gap_s if answer.num_tokens > 1 else None),
-            total_s=by(lambda answer: answer.total_s),
+            num_answers=len(complete),
+            first_token_s=percentiles(lambda answer: answer.first_token_s),
+            between_tokens_s=percentiles(lambda answer: answer.between_tokens_s),
+            longest_gap_s=percentiles(lambda answer: answer.longest_gap_s if answer.num_tokens > 1 else None),
+            total_s=percentiles(lambda answer: answer.total_s),
         )
 
 
@@ -120,8 +120,8 @@ class TrafficFigures:
 
     `requests_per_s` and `tokens_per_s` count complete answers; `speed_up`: the ratio of `tokens_per_s` to the
     baseline's in the same repetition. `goodput_per_s`: requests per second that met the service level; `kept`: their
-    share of all requests, including failed ones; `holds`: whether that reaches the percentile. `late_s`: the maximum
-    delay of the client itself.
+    share of all requests, including failed ones; `holds`: whether that share reaches the percentile. `late_s`: the
+    maximum delay of sending a request, which is caused by the client. `counted`: whether every answer had a usage.
     """
 
     load: ServerLoad
@@ -143,7 +143,7 @@ class TrafficFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherAnswer:
+class DifferingAnswer:
     """A request whose answer differs from the baseline's."""
 
     load: str
@@ -187,11 +187,11 @@ def figures_of(
     for block in blocks:
         for answer in block.answers:
             kinds.setdefault(category(block.turn.repetition, answer.index), []).append(answer)
-    kept = sum(map(agreement.kept_by, answers)) / len(answers)
+    kept = sum(map(agreement.is_met_by, answers)) / len(answers)
     ratios = [(block.tokens_per_s, plain[block.turn.repetition].tokens_per_s) for block in blocks]
-    guesses = [answer.speculation for answer in answers if answer.speculation]
+    counts = [answer.speculation for answer in answers if answer.speculation]
     drafted, accepted, rounds = (
-        sum(each.get(name) or 0 for each in guesses) for name in ("num_drafted", "num_accepted", "num_rounds")
+        sum(each.get(name) or 0 for each in counts) for name in ("num_drafted", "num_accepted", "num_rounds")
     )
     return TrafficFigures(
         load=blocks[0].turn.load,
@@ -203,9 +203,9 @@ def figures_of(
         requests_per_s=Spread.of(len(block.complete) / block.seconds for block in blocks),
         tokens_per_s=Spread.of(block.tokens_per_s for block in blocks),
         speed_up=Spread.of(times / other for times, other in ratios if other),
-        goodput_per_s=Spread.of(sum(map(agreement.kept_by, b.answers)) / b.seconds for b in blocks),
-        kept=kept if agreement.asks else None,
-        holds=kept >= agreement.percentile / 100 if agreement.asks else None,
+        goodput_per_s=Spread.of(sum(map(agreement.is_met_by, b.answers)) / b.seconds for b in blocks),
+        kept=kept if agreement.has_limits else None,
+        holds=kept >= agreement.percentile / 100 if agreement.has_limits else None,
         late_s=max(answer.sent_s - answer.due_s for answer in answers),
         acceptance_rate=over(accepted, drafted),
         tokens_per_round=over(accepted + rounds, rounds),
@@ -213,18 +213,18 @@ def figures_of(
     )
 
 
-def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[OtherAnswer]:
+def differences(plan: TrafficPlan, blocks: Sequence[TrafficBlock]) -> list[DifferingAnswer]:
     """The complete answers that differ from the baseline's answer to the same request."""
     texts = {(b.turn, answer.index): answer.digest for b in blocks for answer in b.complete}
-    others = []
+    differing = []
     for (turn, index), digest in texts.items():
         if texts.get((replace(turn, mode=plan.baseline), index), digest) != digest:
-            others.append(OtherAnswer(turn.load.name, turn.mode.shown, turn.repetition, index))
-    return others
+            differing.append(DifferingAnswer(turn.load.name, turn.mode.shown, turn.repetition, index))
+    return differing
 
 
 def capacity(figures: Sequence[TrafficFigures], mode: SpeculationMode) -> tuple[TrafficFigures | None, bool]:
-    """(the heaviest load up to which the service level holds, whether a heavier load violated it) for a mode."""
+    """(the highest load up to which the service level was met, whether a higher load violated it) for a mode."""
     of_mode = [each for each in figures if each.mode == mode]
     kinds = [each for each in of_mode if each.load.kind == "rate"] or of_mode
     best: TrafficFigures | None = None
@@ -237,7 +237,7 @@ def capacity(figures: Sequence[TrafficFigures], mode: SpeculationMode) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """The results of a load test. `others`: answers that differ from the baseline's.
+    """The results of a load test. `differing`: the answers that differ from the baseline's.
 
     `num_prompts`: distinct prompts; with more requests, prompts are repeated.
     """
@@ -249,7 +249,7 @@ class TrafficReport:
     num_prompts: int
     figures: Sequence[TrafficFigures]
     blocks: Sequence[TrafficBlock]
-    others: Sequence[OtherAnswer]
+    differing: Sequence[DifferingAnswer]
 
     @property
     def compared(self) -> bool:
@@ -259,7 +259,7 @@ class TrafficReport:
     @property
     def same_answers(self) -> bool | None:
         """Whether the answers of all modes were equal; None if not compared."""
-        return not self.others if self.compared else None
+        return not self.differing if self.compared else None
 
     def of(self, mode: SpeculationMode) -> list[TrafficFigures]:
         """The figures of a mode."""
@@ -274,18 +274,18 @@ class TrafficReport:
             agreement=asdict(self.agreement),
             num_prompts=self.num_prompts,
             same_answers=self.same_answers,
-            differences=[asdict(other) for other in self.others],
-            capacity=[self.capacity_object(mode) for mode in self.plan.modes] if self.agreement.asks else None,
+            differences=[asdict(each) for each in self.differing],
+            capacity=[self.capacity_object(mode) for mode in self.plan.modes] if self.agreement.has_limits else None,
             cells=[asdict(each) | {"mode": each.mode.name} for each in self.figures],
             requests=[request for block in self.blocks for request in requests_of_block(block)],
         )
 
     def capacity_object(self, mode: SpeculationMode) -> dict[str, Any]:
         """The capacity of a mode as JSON."""
-        best, broken = capacity(self.figures, mode)
+        best, violated = capacity(self.figures, mode)
         served = best.requests_per_s.median if best and best.requests_per_s else None
         load = best and asdict(best.load)
-        return {"mode": mode.name, "load": load, "requests_per_s": served, "a_heavier_load_breaks_it": broken}
+        return {"mode": mode.name, "load": load, "requests_per_s": served, "a_heavier_load_breaks_it": violated}
 
 
 def requests_of_block(block: TrafficBlock) -> list[dict[str, Any]]:

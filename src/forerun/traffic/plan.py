@@ -36,11 +36,11 @@ class ServerLoad:
             if self.value != int(self.value) or self.value < 1:
                 raise InvalidRequest("concurrency", f"{self.value:g} must be a whole number of at least 1.")
         elif not 0 < self.value < float("inf"):
-            raise InvalidRequest("rate", f"{self.value:g} must be a number of requests a second above 0.")
+            raise InvalidRequest("rate", f"{self.value:g} must be a number of requests per second above 0.")
 
     @property
     def name(self) -> str:
-        """The load in words."""
+        """The load as a phrase."""
         return f"{self.value:g} at once" if self.kind == "concurrency" else f"{self.value:g} requests/s"
 
 
@@ -63,9 +63,9 @@ class SpeculationMode:
 
     @property
     def shown(self) -> str:
-        """The mode in words."""
+        """The mode as a phrase."""
         if not self.name:
-            return "as served"
+            return "server's setting"
         return f"depth {self.name}" if self.name.isdecimal() else self.name
 
 
@@ -100,17 +100,18 @@ class TrafficPlan:
             require_whole(name, getattr(self, name), least)
         real("temperature", self.temperature, "use a number from 0 on", 0.0)
         if not self.loads:
-            raise InvalidRequest("rate", "there is no load: name a --rate or a --concurrency.")
+            raise InvalidRequest("rate", "there is no load: give --rate or --concurrency.")
         for name, values in (("rate", self.loads), ("speculation", self.modes)):
             if len(set(values)) < len(values):
-                raise InvalidRequest(name, "a value is repeated: give each of them once.")
+                raise InvalidRequest(name, "a value is repeated: give each value once.")
 
     def for_server(self, forerun: bool) -> TrafficPlan:
-        """The plan with default modes for the server. Raises InvalidRequest for modes if it is not forerun's."""
+        """The plan with default modes for the server. Raises InvalidRequest for modes if it is not a forerun server."""
         if self.modes and not forerun:
-            raise InvalidRequest("speculation", "this server is not forerun's: requests cannot change how it drafts.")
-        usual = (SpeculationMode(OFF), SpeculationMode(AUTO)) if forerun else (SpeculationMode(),)
-        return replace(self, modes=self.modes or usual)
+            problem = "this is not a forerun server, so requests cannot choose it: leave it out."
+            raise InvalidRequest("speculation", problem)
+        defaults = (SpeculationMode(OFF), SpeculationMode(AUTO)) if forerun else (SpeculationMode(),)
+        return replace(self, modes=self.modes or defaults)
 
     @property
     def baseline(self) -> SpeculationMode:
@@ -118,7 +119,7 @@ class TrafficPlan:
         return next((mode for mode in self.modes if mode.name == OFF), self.modes[0])
 
     def turns(self) -> Iterator[TrafficTurn]:
-        """All blocks in order; every repetition starts with another mode, so that drift favours none."""
+        """All blocks in order; every repetition starts with another mode, so that drift of the speed favours none."""
         for load, repetition in product(self.loads, range(self.repeats)):
             for mode in rotated(self.modes, repetition):
                 yield TrafficTurn(load, repetition, mode)

@@ -1,4 +1,4 @@
-"""`measure_traffic`: runs a load test, block by block, and reports.
+"""`measure_traffic`: runs a load test, block by block, and returns the report.
 
 In an open loop, latency is counted from a request's scheduled time, so that a slow server or client cannot reduce the
 load or the measured times.
@@ -24,7 +24,9 @@ from forerun.traffic.figures import ServiceLevel, TrafficBlock, TrafficReport, d
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
 
 MOST_WARM_UP = 8  # requests of a mode before its first block
-OWN = ("model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options", "speculation")
+SET_FIELDS = (  # the fields of a body that the load test sets
+    "model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options", "speculation",
+)  # fmt: skip
 
 
 async def measure_traffic(
@@ -40,19 +42,19 @@ async def measure_traffic(
     Raises InvalidRequest if requests cannot be sent or are refused.
     """
     for name in extra:
-        if name in OWN:
-            raise InvalidRequest("body", f"{shown(name)} is set by the load test itself: leave it out.")
+        if name in SET_FIELDS:
+            raise InvalidRequest("body", f"{shown(name)} is set by the load test: leave it out.")
     passages = mixed_passages(prompts)
     for passage in passages:
-        asked_of(passage, address.chat)
+        prompt_fields(passage, address.chat)
     async with TrafficClient(address) as client:
         model = await client.served_model()
         plan = plan.for_server(model.forerun)
         sender = Sender(client, model, plan, passages, extra)
         for mode in plan.modes:
             for answer in await sender.warm_up(ServerLoad("concurrency", 1.0), mode):
-                if answer.error:  # all others would fail too
-                    raise InvalidRequest("url", f"the server does not answer a first request: {answer.error}.")
+                if answer.error:  # all other requests would fail too
+                    raise InvalidRequest("url", f"the server failed the first request: {answer.error}.")
         blocks = await sender.run(report)
     return TrafficReport(
         address.base,
@@ -66,16 +68,16 @@ async def measure_traffic(
     )
 
 
-def asked_of(prompt: Passage, chat: bool) -> Mapping[str, Any]:
+def prompt_fields(prompt: Passage, chat: bool) -> Mapping[str, Any]:
     """The prompt fields of a body; for a chat, a plain prompt becomes the user's message.
 
     Raises InvalidRequest for messages without `chat`.
     """
-    talk = prompt.conversation
+    messages = prompt.conversation
     if chat:
-        return {"messages": talk or [{"role": "user", "content": prompt.prompt}]}
-    if talk is not None:
-        raise InvalidRequest("prompts", f"{prompt.place}: it holds messages: add --chat.")
+        return {"messages": messages or [{"role": "user", "content": prompt.prompt}]}
+    if messages is not None:
+        raise InvalidRequest("prompts", f"{prompt.place}: it has messages: add --chat.")
     return {"prompt": prompt.prompt}
 
 
@@ -90,7 +92,7 @@ class Sender:
     extra: Mapping[str, Any]
 
     def prompt(self, repetition: int, index: int) -> Passage:
-        """The prompt of a request: repetitions continue in the list, and all modes use the same prompts."""
+        """The prompt of a request: each repetition continues in the list, and all modes use the same prompts."""
         return self.prompts[(repetition * self.plan.num_requests + index) % len(self.prompts)]
 
     def body(self, turn: TrafficTurn, index: int) -> dict[str, Any]:
@@ -98,25 +100,25 @@ class Sender:
         plan = self.plan
         fields = {
             "model": self.model.name,
-            **asked_of(self.prompt(turn.repetition, index), self.client.address.chat),
+            **prompt_fields(self.prompt(turn.repetition, index), self.client.address.chat),
             "max_tokens": plan.max_tokens,
             "temperature": plan.temperature,
             "seed": plan.seed + turn.repetition * plan.num_requests + index,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        ends = {"ignore_eos": True} if plan.ignore_eos else {}
-        return {**fields, **ends, **turn.mode.field, **self.extra}
+        ignored = {"ignore_eos": True} if plan.ignore_eos else {}
+        return {**fields, **ignored, **turn.mode.field, **self.extra}
 
     async def ask(self, turn: TrafficTurn, index: int, due_s: float) -> TimedAnswer:
         """Send one request now."""
         return await self.client.ask(index, self.body(turn, index), due_s)
 
     async def warm_up(self, load: ServerLoad, mode: SpeculationMode) -> list[TimedAnswer]:
-        """Send a few uncounted requests, concurrently as in the load."""
+        """Send a few requests that are not measured, with the concurrency of the load."""
         most = load.value if load.kind == "concurrency" else MOST_WARM_UP / 2
         number = max(1, min(int(most), MOST_WARM_UP, self.plan.num_requests))
-        turn = TrafficTurn(load, self.plan.repeats, mode)  # with prompts of no repetition, if there are more
+        turn = TrafficTurn(load, self.plan.repeats, mode)  # with prompts that no repetition uses, if there are any
         now_s = time.perf_counter()
         return list(await asyncio.gather(*(self.ask(turn, index, now_s) for index in range(number))))
 
@@ -134,27 +136,27 @@ class Sender:
 
     async def block(self, turn: TrafficTurn) -> TrafficBlock:
         """Run one block to its end."""
-        run = self.closed if turn.load.kind == "concurrency" else self.opened
+        run = self.closed_loop if turn.load.kind == "concurrency" else self.open_loop
         start_s = time.perf_counter()
         answers = sorted(await run(turn, start_s), key=lambda answer: answer.index)
         seconds = max(time.perf_counter() - start_s, self.plan.span_s(turn.load))
         return TrafficBlock(turn, tuple(answers), seconds)
 
-    async def opened(self, turn: TrafficTurn, start_s: float) -> list[TimedAnswer]:
+    async def open_loop(self, turn: TrafficTurn, start_s: float) -> list[TimedAnswer]:
         """Run an open loop: send every request at its scheduled time."""
 
-        async def at(index: int, due_s: float) -> TimedAnswer:
+        async def ask_at(index: int, due_s: float) -> TimedAnswer:
             await asyncio.sleep(due_s - time.perf_counter())
             return await self.ask(turn, index, due_s)
 
         arrivals = self.plan.arrivals_s(turn.load, turn.repetition)
-        return await asyncio.gather(*(at(index, start_s + arrival) for index, arrival in enumerate(arrivals)))
+        return await asyncio.gather(*(ask_at(index, start_s + arrival) for index, arrival in enumerate(arrivals)))
 
-    async def closed(self, turn: TrafficTurn, start_s: float) -> list[TimedAnswer]:
+    async def closed_loop(self, turn: TrafficTurn, start_s: float) -> list[TimedAnswer]:
         """Run a closed loop: a request is due when an earlier one is answered."""
-        left: Iterator[int] = iter(range(self.plan.num_requests))
+        indices: Iterator[int] = iter(range(self.plan.num_requests))
 
         async def work() -> list[TimedAnswer]:
-            return [await self.ask(turn, index, time.perf_counter()) for index in left]
+            return [await self.ask(turn, index, time.perf_counter()) for index in indices]
 
         return list(chain.from_iterable(await asyncio.gather(*(work() for _ in range(int(turn.load.value))))))

@@ -20,7 +20,7 @@ HEADS = (
     "speculation",
     "requests\n/s",
     "tokens\n/s",
-    "times\nplain",
+    "speed-up",
     "first ms\np50",
     "\np95",
     "between ms\np50",
@@ -32,21 +32,21 @@ HEADS = (
 WITHIN = ("within\nlimits", "goodput\n/s")
 MOST_ERRORS = 5
 LATE_S = 0.01  # client delays above this are reported
-KINDS: dict[LoadKind, str] = {"rate": "requests that arrive a second", "concurrency": "requests at once"}
+KINDS: dict[LoadKind, str] = {"rate": "requests per second", "concurrency": "concurrent requests"}
 
 
 def traffic_card(report: TrafficReport) -> RenderableType:
     """The report as a renderable card."""
     loads: Section = [Text(f"{report.model.name} at {report.url}", "bold"), table(report), *notes(report)]
-    by_category: Section = [Text("by category, at the heaviest load", "bold"), category_table(report)]
+    by_category: Section = [Text("by category, at the last load", "bold"), category_table(report)]
     return card(loads, by_category if len(categories(report)) > 1 else [], verdict(report))
 
 
 def table(report: TrafficReport) -> FigureTable:
     """The table with a row for each load and mode."""
-    asks = report.agreement.asks
-    rows = [[*row(report, each), *(within(each) if asks else ())] for each in report.figures]
-    return FigureTable((*HEADS, *(WITHIN if asks else ())), rows, num_names=2)
+    has_limits = report.agreement.has_limits
+    rows = [[*row(report, each), *(within(each) if has_limits else ())] for each in report.figures]
+    return FigureTable((*HEADS, *(WITHIN if has_limits else ())), rows, num_names=2)
 
 
 def row(report: TrafficReport, each: TrafficFigures) -> Iterator[Cell]:
@@ -96,24 +96,24 @@ def category_table(report: TrafficReport) -> FigureTable:
 def notes(report: TrafficReport) -> Iterator[Text]:
     """Notes on the figures."""
     plan = report.plan
-    each = f"{plan.num_requests} requests in each of {plan.repeats} repetitions, modes by turns"
+    each = f"{plan.num_requests} requests in each of {plan.repeats} repetitions, alternating between modes"
     yield Text(f"{each}; at most {plan.max_tokens} tokens each, temperature {plan.temperature:g}", "dim")
     if report.num_prompts < plan.num_requests * plan.repeats:
-        yield Text(f"{report.num_prompts} different prompts: what a server remembers of them makes it faster", "dim")
+        yield Text(f"{report.num_prompts} different prompts, repeated: a prefix cache makes repeats faster", "dim")
     if any(load.kind == "rate" for load in plan.loads):
-        yield Text("at a rate, times count from when a request was due, whether or not it could be sent then", "dim")
+        yield Text("at a rate, times count from the scheduled time of a request, even if it is sent later", "dim")
     late_s = max(each.late_s for each in report.figures)
     if late_s > LATE_S:
-        yield Text(f"the load test itself sent a request {1000 * late_s:.0f} ms late at worst, which counts", "yellow")
+        yield Text(f"the load test sent a request up to {1000 * late_s:.0f} ms late, which the times include", "yellow")
     if not all(each.counted for each in report.figures):
-        yield Text("the server tells no usage: tokens are the chunks of a stream that had text", "yellow")
+        yield Text("the server reports no usage, so chunks with text are counted as tokens", "yellow")
     errors = sum((Counter(each.errors) for each in report.figures), Counter[str]())
     for error, num_failed in list(errors.items())[:MOST_ERRORS]:
         yield Text(f"{counted(num_failed, 'request')} failed: {error}", "red")
 
 
-def carried(best: TrafficFigures) -> str:
-    """The capacity of a mode in words."""
+def capacity_text(best: TrafficFigures) -> str:
+    """The capacity of a mode as a phrase."""
     if best.load.kind == "rate" or best.requests_per_s is None:
         return best.load.name
     return f"{best.requests_per_s.median:.2f} requests/s, {best.load.name}"
@@ -122,23 +122,22 @@ def carried(best: TrafficFigures) -> str:
 def verdict(report: TrafficReport) -> Iterator[Text]:
     """The capacity of each mode, and whether the answers were the same."""
     agreement = report.agreement
-    if agreement.asks:
-        share = f"{agreement.percentile:g} of 100 requests"
-        yield Text(f"With {share} within {agreement.text}:", "bold")
+    if agreement.has_limits:
+        yield Text(f"Highest load with {agreement.percentile:g} % of requests within {agreement.text}:", "bold")
         for mode in report.plan.modes:
-            best, broken = capacity(report.figures, mode)
+            best, violated = capacity(report.figures, mode)
             if best is None:
-                yield Text(f"  {mode.shown}: no load that was tried", "yellow")
+                yield Text(f"  {mode.shown}: none of these loads", "yellow")
                 continue
-            more = "" if broken else ", and no heavier load was tried"
-            yield Text(f"  {mode.shown}: {carried(best)}{more}", "green")
+            more = "" if violated else ", the highest load measured"
+            yield Text(f"  {mode.shown}: {capacity_text(best)}{more}", "green")
     if report.same_answers:
         yield Text("Every mode gave the same answers.", "bold green")
     elif report.same_answers is False:
-        yield Text(f"Answers differ from those of {report.plan.baseline.shown}: {len(report.others)}.", "bold red")
-        for other in report.others[:MOST_ERRORS]:
-            place = f"repetition {other.repetition + 1}, request {other.request + 1}"
-            yield Text(f"  {other.mode}, {other.load}, {place}", "red")
+        yield Text(f"Answers differ from those of {report.plan.baseline.shown}: {len(report.differing)}.", "bold red")
+        for each in report.differing[:MOST_ERRORS]:
+            place = f"repetition {each.repetition + 1}, request {each.request + 1}"
+            yield Text(f"  {each.mode}, {each.load}, {place}", "red")
 
 
 def picture(report: TrafficReport) -> str:
@@ -156,13 +155,13 @@ def picture(report: TrafficReport) -> str:
     agreement = report.agreement
     rows = [
         (
-            panel(report, kind, tokens, "tokens a second"),
+            panel(report, kind, tokens, "tokens per second"),
             panel(report, kind, first_ms, "ms to the first token, p95", agreement.first_s),
             panel(report, kind, between_ms, "ms between tokens, p95", agreement.between_s),
         )
         for kind in dict.fromkeys(load.kind for load in report.plan.loads)
     ]
-    return svg(rows, WIDTH, f"{report.model.name}, {report.plan.max_tokens} tokens a request")
+    return svg(rows, WIDTH, f"{report.model.name}, {report.plan.max_tokens} tokens per request")
 
 
 def panel(
