@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.bench.material import Item, Workload, workload_of
 from forerun.bench.plan import CHOSEN, SHIPPED, Group, in_order, rotated
-from forerun.bench.run import Pace, Stage
+from forerun.bench.run import BenchSetup, RoundTotals
 from forerun.config import Speculation
 from forerun.demo.material import widened_pair
 from forerun.llm import LLM
@@ -48,9 +48,9 @@ HALVES = ("choosing", "judging")
 
 @dataclass(slots=True)
 class Queue:
-    """A stage whose batch is kept full, with the texts of one workload in two halves."""
+    """A setup whose batch is kept full, with the texts of one workload in two halves."""
 
-    stage: Stage
+    setup: BenchSetup
     name: str
     num_tokens: int  # of each row that count
 
@@ -58,18 +58,18 @@ class Queue:
         """Tokens per second of full rounds, by depth: a round of each by turns."""
         print(f"{self.name}, batch {group.batch}: {half}, repetition {turn + 1}", file=sys.stderr, flush=True)
         texts, numbers = replace(group, workload=half), range(4 * group.batch)
-        lanes = {d: self.stage.lane(texts, d, numbers, tenant=f"{group} {half} {turn} {d}") for d in depths}
-        paces = {depth: Pace() for depth in depths}
+        lanes = {d: self.setup.new_engine(texts, d, numbers, tenant=f"{group} {half} {turn} {d}") for d in depths}
+        paces = {depth: RoundTotals() for depth in depths}
         try:
             while left := [d for d in rotated(depths, turn) if paces[d].num_decoded < group.batch * self.num_tokens]:
                 for depth in left:
                     assert lanes[depth].engine.has_work, "texts last until enough was counted: ask for longer answers"
-                    timed = lanes[depth].step(self.stage.clock)
+                    timed = lanes[depth].step(self.setup.clock)
                     if len(timed.outcome.rows) == group.batch and not timed.outcome.num_prompt_tokens:
                         paces[depth].count(timed.outcome, timed.step_s)
         finally:
-            for lane in lanes.values():
-                lane.clear()
+            for timed_engine in lanes.values():
+                timed_engine.clear()
         return {depth: pace.tokens_per_s for depth, pace in paces.items()}
 
     def cell(self, group: Group, depths: Sequence[int], repeats: int) -> float:
@@ -132,7 +132,7 @@ def main() -> None:
             for batch in options.batch:
                 group = Group(name, batch, 0.0 if name == "edits" else options.temperature)
                 shares.append(queue.cell(group, depths, options.repeats))
-            queue.stage.llm.close()
+            queue.setup.llm.close()
     mean = statistics.geometric_mean(shares)
     print(f"\nauto over the depth chosen before: geometric mean {mean:.3f}, least {min(shares):.3f}")
 
@@ -157,13 +157,13 @@ def queue_of(name: str, target: str, draft: str, options: Options, places: int) 
     )
     middle = len(workload.items) // 2
     halves = zip(HALVES, (workload.items[:middle], workload.items[middle:]), strict=True)
-    stage = Stage(
+    setup = BenchSetup(
         llm,
         {half: Workload(half, items) for half, items in halves},
         options.answer_tokens,
         speculation=lambda depth: Speculation() if depth == CHOSEN else Speculation(depth),
     )
-    return Queue(stage, name, options.tokens)
+    return Queue(setup, name, options.tokens)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.options import option, options_of
 from forerun.bench.figures import Spread
 from forerun.bench.material import Passage, Workload, shipped, workload_of
 from forerun.bench.plan import SHIPPED, Group, rotated
-from forerun.bench.run import Pace, Stage, waves
+from forerun.bench.run import BenchSetup, RoundTotals, waves
 from forerun.config import QUANTIZATIONS, Quantization, Speculation
 from forerun.control.controller import FixedDepth
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, load_prompts, widen
@@ -70,16 +70,16 @@ class Options(TextOptions):
 
 @dataclass(slots=True)
 class Mode:
-    """A way to decode: its drafter on a stage, how far it guesses, and what its runs gave by repetition and batch.
+    """A way to decode: its drafter on a setup, how far it guesses, and what its runs gave by repetition and batch.
 
     The controller is that of all its engines, as in a server: what it learned of costs and drafters stays.
     """
 
     name: str
-    stage: Stage
+    setup: BenchSetup
     depth: int
-    paces: dict[tuple[int, int], Pace] = field(default_factory=dict)
-    total: Pace = field(default_factory=Pace)
+    paces: dict[tuple[int, int], RoundTotals] = field(default_factory=dict)
+    total: RoundTotals = field(default_factory=RoundTotals)
     told_s: float = 0.0  # in telling the drafter what became final
     drafting_s: list[float] = field(default_factory=list)  # of the rounds that counted
 
@@ -97,17 +97,17 @@ class Mode:
     @property
     def drafter(self) -> Drafter | None:
         """Its drafter; None for plain decoding."""
-        return self.stage.drafter
+        return self.setup.drafter
 
     def answer(
-        self, group: Group, numbers: Sequence[int], tenant: str, paces: Sequence[Pace], uncounted: int = 0
+        self, group: Group, numbers: Sequence[int], tenant: str, paces: Sequence[RoundTotals], uncounted: int = 0
     ) -> list[list[int]]:
         """The prompts of these numbers at once, to their ends: what was said. A `tenant` of its own remembers no
         answers. Rounds count in `paces`, but for the first ones that decode, so many of which are `uncounted`."""
-        lane = self.stage.lane(group, self.depth, numbers, tenant=tenant)
-        while lane.engine.has_work:
+        timed_engine = self.setup.new_engine(group, self.depth, numbers, tenant=tenant)
+        while timed_engine.engine.has_work:
             before_s = self.told_s
-            timed = lane.step(self.stage.clock)
+            timed = timed_engine.step(self.setup.clock)
             decodes = not timed.outcome.num_prompt_tokens
             if decodes and uncounted:
                 uncounted -= 1
@@ -116,7 +116,7 @@ class Mode:
                 pace.count(timed.outcome, timed.step_s)
             if decodes and paces:
                 self.drafting_s.append(timed.outcome.draft_s + self.told_s - before_s)
-        return [sequence.tokens for sequence in lane.sequences]
+        return [sequence.tokens for sequence in timed_engine.sequences]
 
     def speed(self, repetition: int) -> float:
         """Decoded tokens per second over all prompts of a repetition."""
@@ -159,7 +159,7 @@ class Setting:
 
     def mode(self, name: str, drafter: Drafter | None, speculation: Speculation) -> Mode:
         """A mode of this drafter, which guesses so far."""
-        stage = Stage(
+        setup = BenchSetup(
             self.llm,
             {self.workload.name: self.workload},
             self.num_tokens,
@@ -167,7 +167,7 @@ class Setting:
             drafter=drafter,
             controller=FixedDepth(),
         )
-        return Mode(name, stage, speculation.depth or 0)
+        return Mode(name, setup, speculation.depth or 0)
 
     def drafted(self, text: str) -> Mode:
         """A mode as it is spelled, its drafter loaded."""
@@ -193,7 +193,7 @@ class Setting:
         for repetition in range(-1, repeats):
             for number, numbers in enumerate(batches if repetition >= 0 else batches[:1]):
                 for mode in rotated(modes, repetition + number):
-                    pace, tenant = Pace(), str(repetition)
+                    pace, tenant = RoundTotals(), str(repetition)
                     counted = [pace, mode.total] if repetition >= 0 else []
                     tokens = mode.answer(self.group, numbers, tenant, counted, uncounted)
                     if said.setdefault(number, tokens) != tokens:

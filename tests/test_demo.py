@@ -19,7 +19,7 @@ from forerun import LLM
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome
-from forerun.bench.run import Timed
+from forerun.bench.run import TimedRound
 from forerun.demo import material
 from forerun.demo.material import BUNDLED_DRAFT, QUESTIONS, DemoPrompt, Pair, chat_prompts, load_prompts
 from forerun.demo.race import LEAST_TOKENS, Comparison, PromptScore, RaceSetup, Score, Side, affordable_tokens
@@ -30,7 +30,7 @@ from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import SMALL, TARGET
 from kit.command import command, refusal
 
-Step = tuple[Side, Timed]
+Step = tuple[Side, TimedRound]
 STORY = "Once upon a time, there was a little girl named Lily. One day, Lily"
 PROMPTS = [DemoPrompt("a/story.py", STORY), DemoPrompt("b/echo.py", f"{STORY} went out. {STORY}", repeats=True)]
 
@@ -86,7 +86,7 @@ def made_step(side: Side, tokens: Sequence[int], step_s: float, *, read: int = 0
     origins = (Origin.DRAFTED,) * (len(tokens) - 1) + (Origin.BONUS,)
     segments = tuple(Segment(f"word{token} ", origin) for token, origin in zip(tokens, origins, strict=True))
     delta = Delta(0, 0, 0, tuple(tokens), origins, segments, (), None, None)
-    return side, Timed([delta], Outcome([row], read, step_s / 4 if drafted else 0.0, step_s * 3 / 4), step_s)
+    return side, TimedRound([delta], Outcome([row], read, step_s / 4 if drafted else 0.0, step_s * 3 / 4), step_s)
 
 
 def made_score(plain_s: float, drafted_s: float) -> Score:
@@ -179,7 +179,7 @@ def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> 
     assert ("does not pay on this machine" in text) == (not pays)
     assert text.count(score.costs) == (1 if pays else 2)
     assert f"a pass over 3.0 tokens takes {drafted_s:.2f} times as long as over one" in score.costs
-    assert "the drafter 25% of the time; a round gives 3.00 tokens" in score.costs
+    assert "drafting takes 25% of the time; a round yields 3.00 tokens" in score.costs
 
 
 def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
@@ -187,7 +187,7 @@ def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
     text = shown(
         demo_card("", [PromptScore("x/slow.py", 1.0, 7, loss), PromptScore("fast.py", 1.0, 7, gain)], gain, [])
     )
-    assert f"It does not pay on slow.py at temperature 1 (×{loss.speed_up:.2f})." in text
+    assert f"It is not faster on slow.py at temperature 1 (×{loss.speed_up:.2f})." in text
 
 
 def test_different_tokens_are_shouted() -> None:
@@ -384,7 +384,7 @@ def test_without_the_chat_model_the_bundled_ones_go_on_with_code(
     run: Callable[..., Result], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORERUN_OFFLINE", "1")
-    monkeypatch.setattr("forerun.demo.chat_model.kept", lambda: None)
+    monkeypatch.setattr("forerun.demo.chat_model.cached_file", lambda: None)
     monkeypatch.setattr(material, "Pair", SimpleNamespace(widened=lambda _draft, _bar: pair))
     result = command("demo", "-n", "6")
     assert result.exit_code == 0

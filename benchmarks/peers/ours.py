@@ -44,7 +44,7 @@ def load(setup: Setup) -> Service:
     import torch
 
     from forerun import SamplingParams, __version__
-    from forerun.bench.run import Lane
+    from forerun.bench.run import TimedEngine
     from forerun.request import Request
 
     find = fixed_modes(setup) if setup.draft else free_modes(setup)
@@ -57,9 +57,9 @@ def load(setup: Setup) -> Service:
         watch = Stopwatch()
         speculation, tenant = (mode.depth or None), str(next(tenants))  # no drafter has seen an answer before
         sequences = asked.requests.sequences(Request.of(prompt_ids, params, speculation, tenant))
-        lane = Lane(engine, sequences)
+        timed_engine = TimedEngine(engine, sequences)
         while engine.has_work:
-            watch.emitted(sum(len(delta.token_ids) for delta in lane.step(watch.clock).deltas))
+            watch.emitted(sum(len(delta.token_ids) for delta in timed_engine.step(watch.clock).deltas))
         return watch.answer(sequences[0].tokens[sequences[0].num_prompt :])
 
     return Service({"forerun": __version__, "torch": torch.__version__, "numbers": llm.format}, generate)
@@ -92,7 +92,7 @@ def fixed_modes(setup: Setup) -> FindEngine:
     """Both models. Beside the engine that drafts with one of them: a plain one, one with n-grams, one with both."""
     from forerun import LLM
     from forerun.config import QUANTIZATIONS
-    from forerun.demo.race import engine_beside
+    from forerun.demo.race import second_engine
     from forerun.draft.base import Drafter
     from forerun.draft.many.mix import MixDrafter
     from forerun.draft.model.model import ModelDrafter
@@ -107,12 +107,12 @@ def fixed_modes(setup: Setup) -> FindEngine:
         prefix_cache=False,  # repetitions ask the same prompts, and every engine has to read them each time
         threads=setup.threads,
     )
-    engines = {"plain": engine_beside(llm, None), "model": llm.engine, "ngram": engine_beside(llm, NgramDrafter())}
+    engines = {"plain": second_engine(llm, None), "model": llm.engine, "ngram": second_engine(llm, NgramDrafter())}
     model = llm.engine.drafter
     assert isinstance(model, ModelDrafter), "the draft is a model"
     runner = type(model.runner).of(model.runner.decoder, llm.plan.cache_tokens)
     both: Sequence[Drafter] = [NgramDrafter(), ModelDrafter(runner, model.vocab_size, model.shared)]
-    engines[MIX] = engine_beside(llm, MixDrafter(both, ("ngram", "model")))
+    engines[MIX] = second_engine(llm, MixDrafter(both, ("ngram", "model")))
 
     return lambda mode: (llm, engines[mode.drafter])
 

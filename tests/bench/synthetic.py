@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.bench.plan import Group, Turn
-from forerun.bench.run import BenchRun, Tape, Timed
+from forerun.bench.run import BenchRun, RunLog, TimedRound
 
 GROUP = Group("code", 1, 0.0)
 
 
 def timed(
     rows: Sequence[RowOutcome], prompt: int, draft_s: float, pass_s: float, inner_s: float, rest_s: float
-) -> Timed:
+) -> TimedRound:
     """A round; each of its sequences says so many times its own number."""
     deltas = [Delta(0, 0, r.seq_id, (r.seq_id,) * r.num_emitted, (), (), (), None, None) for r in rows]
-    return Timed(deltas, Outcome(rows, prompt, draft_s, pass_s, inner_s), draft_s + pass_s + rest_s)
+    return TimedRound(deltas, Outcome(rows, prompt, draft_s, pass_s, inner_s), draft_s + pass_s + rest_s)
 
 
-def random_rounds(rng: random.Random, batch: int, depth: int) -> list[Timed]:
+def random_rounds(rng: random.Random, batch: int, depth: int) -> list[TimedRound]:
     """Reading, then decoding with drafts of any depth up to `depth`, rows leaving one by one. Times are dyadic."""
     rows = [RowOutcome(i, 0, 0, 0, 1) for i in range(batch)]
     rounds = [timed([], 64, 0.0, 0.5, 0.0, 0.25), timed(rows, 7, 0.0, 0.5, 0.0, 0.25)]
@@ -35,16 +35,18 @@ def random_rounds(rng: random.Random, batch: int, depth: int) -> list[Timed]:
     return rounds
 
 
-def taped(rounds: Sequence[Timed], group: Group, turn: Turn, answers: Sequence[Sequence[int]]) -> BenchRun:
+def taped(rounds: Sequence[TimedRound], group: Group, turn: Turn, answers: Sequence[Sequence[int]]) -> BenchRun:
     """The rounds as one run."""
-    tape, clock_s = Tape(group.batch, turn.depth), 0.0
+    run_log, clock_s = RunLog(group.batch, turn.depth), 0.0
     for each in rounds:
         clock_s += each.step_s
-        tape.add(each, clock_s)
-    return tape.run(turn, answers, None)
+        run_log.add(each, clock_s)
+    return run_log.run(turn, answers, None)
 
 
-def even(depth: int, num_rounds: int, accepted: int, pass_s: float, step_s: float, rest_s: float = 0.0) -> list[Timed]:
+def even(
+    depth: int, num_rounds: int, accepted: int, pass_s: float, step_s: float, rest_s: float = 0.0
+) -> list[TimedRound]:
     """A prompt's round, and then rounds that are all alike."""
     row = RowOutcome(0, depth, min(depth, accepted + 1), accepted, accepted + 1)
     first = timed([RowOutcome(0, 0, 0, 0, 1)], 5, 0.0, 9.0, 0.0, 0.0)

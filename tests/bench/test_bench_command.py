@@ -17,7 +17,7 @@ from bench.synthetic import GROUP, even, taped
 from forerun.bench import measure
 from forerun.bench.figures import Bandwidth, BenchReport, GroupFigures, Mismatch, group_figures
 from forerun.bench.plan import Turn
-from forerun.bench.run import Stage
+from forerun.bench.run import BenchSetup
 from forerun.bench.show import bench_card
 from forerun.device import Placement
 from forerun.sampling.recorded import Recorded
@@ -139,16 +139,16 @@ def test_a_token_that_is_not_the_recorded_one_fails_the_command(
 def test_interrupted_it_says_how_to_go_on_and_does(
     run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, made = Stage.run, []
+    real, made = BenchSetup.run, []
 
-    def counting(self: Stage, *what: object) -> object:
+    def counting(self: BenchSetup, *what: object) -> object:
         if len(made) == 2:
             raise KeyboardInterrupt
         made.append(what)
         return real(self, *what)  # type: ignore[arg-type]
 
     arguments = ["--prompts", str(files / "tales.txt"), "--temperature", "0", "--json"]
-    monkeypatch.setattr(Stage, "run", counting)
+    monkeypatch.setattr(BenchSetup, "run", counting)
     stopped = run(*arguments)
     assert stopped.exit_code == 130
     assert stopped.stdout == ""
@@ -156,7 +156,7 @@ def test_interrupted_it_says_how_to_go_on_and_does(
     assert "resumes after 2 measurements" in stopped.stderr
     assert str(state) in stopped.stderr
     made[:] = [None] * -4  # none so far, and never two
-    monkeypatch.setattr(Stage, "run", lambda self, *what: made.append(what) or real(self, *what))
+    monkeypatch.setattr(BenchSetup, "run", lambda self, *what: made.append(what) or real(self, *what))
     ended = run(*arguments)
     assert ended.exit_code == 0, ended.output
     assert len(made) == 2 * 3 - 2
@@ -182,10 +182,10 @@ def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files:
         (["--batch", "0"], "batch: 0 must be"),
         (["--depth", "2,2"], "depth: (2, 2) must be values that differ"),
         (["--workload", "novels"], "workload: 'novels' is not bundled"),
-        (["--workload", "code", "--replay", "a.jsonl"], "replay: it chooses the prompts, and so does --workload"),
+        (["--workload", "code", "--replay", "a.jsonl"], "replay: it cannot be combined with --workload"),
         (["--replay", "none.jsonl"], "none.jsonl: it cannot be read"),
         (["--widen"], "widen: "),
-        (["--max-tokens", "5000"], "5004 tokens of a context of 512"),
+        (["--max-tokens", "5000"], "5004 tokens, and the context has 512"),
         (["--picture", "out.png"], "picture: out.png must be a .svg"),
         (["--temperature", "-1"], "temperature"),
     ],

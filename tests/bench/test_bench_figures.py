@@ -9,7 +9,7 @@ from bench.synthetic import GROUP, even, random_rounds, taped, timed
 from forerun.accept.outcome import RowOutcome
 from forerun.bench.figures import Bandwidth, BenchReport, Mismatch, Spread, group_figures
 from forerun.bench.plan import Group, Turn
-from forerun.bench.run import NGRAM, Timed
+from forerun.bench.run import NGRAM, TimedRound
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -78,7 +78,7 @@ def test_places_that_are_not_taken_count_in_the_prediction() -> None:
     """Sequences that accept more end sooner; a pass that costs the same without them is spent on fewer tokens."""
     group, left = Group("code", 3, 0.0), [3, 3, 2, 1, 1]
 
-    def rounds(depth: int, accepted: int, taken: list[int], pass_s: float, draft_s: float) -> list[Timed]:
+    def rounds(depth: int, accepted: int, taken: list[int], pass_s: float, draft_s: float) -> list[TimedRound]:
         row = [RowOutcome(i, depth, min(depth, accepted + 1), accepted, accepted + 1) for i in range(3)]
         return [timed(row[:n], 0, draft_s, pass_s, draft_s, 0.0) for n in taken]
 

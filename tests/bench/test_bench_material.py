@@ -161,10 +161,10 @@ def test_a_text_beyond_the_context_is_named(tokenizer: Tokenizer, written: Calla
     workload = workload_of("own", read_passages(file), 9, tokenizer)
     longest = workload.longest(10)
     check_lengths(workload, 10, longest)
-    with pytest.raises(InvalidRequest, match=f"{file}:2: it needs {longest} tokens of a context of {longest - 1}"):
+    with pytest.raises(InvalidRequest, match=f"{file}:2: it needs {longest} tokens, and the context has {longest - 1}"):
         check_lengths(workload, 10, longest - 1)
     ours = workload_of("code", shipped("code"), 9, Tokenizer.load(TARGET))
-    with pytest.raises(InvalidRequest, match="give shorter ones by --prompts, or ask for fewer --max-tokens"):
+    with pytest.raises(InvalidRequest, match="use shorter --prompts, or fewer --max-tokens"):
         check_lengths(ours, 128, 512)  # what a user did not write cannot be shortened
 
 
@@ -179,7 +179,7 @@ def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each(writt
 
 def test_messages_go_through_the_template_which_is_told_by_its_hash(tmp_path: Path) -> None:
     passages = [Passage(TALK, "mine.jsonl:1"), Passage("Hi", "mine.jsonl:2")]
-    with pytest.raises(TokenizerError, match=r"mine\.jsonl:1 holds messages, and no chat template"):
+    with pytest.raises(TokenizerError, match=r"mine\.jsonl:1 has messages, but no chat template"):
         workload_of("own", passages, 2, Tokenizer.load(TARGET))
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         if (TARGET / name).exists():

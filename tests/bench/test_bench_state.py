@@ -12,7 +12,7 @@ from forerun.bench.figures import Bandwidth, BenchReport
 from forerun.bench.material import Item, Workload
 from forerun.bench.measure import Measurements, bench, default_path
 from forerun.bench.plan import Group, Selection, Turn
-from forerun.bench.run import BenchRun, Stage
+from forerun.bench.run import BenchRun, BenchSetup
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from kit.checkpoints import SMALL, TARGET
@@ -80,7 +80,7 @@ def llm() -> LLM:
 
 
 @pytest.fixture
-def stage(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def stage(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> BenchSetup:
     """On a clock that moves on by itself, as far at every look."""
     ticks: Iterator[int] = count()
     clock = lambda: next(ticks) / 1024  # noqa: E731
@@ -90,10 +90,10 @@ def stage(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Stage:
     generated = [Item(tuple(llm.tokenizer.encode(text)), None, place) for place, text in PROMPTS.items()]
     replayed = [Item(item.prompt, tuple(range(5, 17)), item.place) for item in generated]
     workloads = {"stories": Workload("stories", tuple(generated)), "own": Workload("own", tuple(replayed))}
-    return Stage(llm, workloads, SELECTION.num_tokens, clock=clock)
+    return BenchSetup(llm, workloads, SELECTION.num_tokens, clock=clock)
 
 
-def told(stage: Stage, path: Path) -> str:
+def told(stage: BenchSetup, path: Path) -> str:
     """The final JSON."""
     with unchecked():
         groups = bench(stage, SELECTION, opened(path), lambda _what, _done: None)
@@ -103,7 +103,7 @@ def told(stage: Stage, path: Path) -> str:
 
 @pytest.mark.short("1")
 @pytest.mark.parametrize("first", range(4))
-def test_a_benchmark_cut_off_at_any_line_ends_in_the_same_json(stage: Stage, first: int, tmp_path: Path) -> None:
+def test_a_benchmark_cut_off_at_any_line_ends_in_the_same_json(stage: BenchSetup, first: int, tmp_path: Path) -> None:
     """Here at every fourth one."""
     path = tmp_path / "state.jsonl"
     whole = told(stage, path)
@@ -117,19 +117,19 @@ def test_a_benchmark_cut_off_at_any_line_ends_in_the_same_json(stage: Stage, fir
 
 
 def test_nothing_is_run_twice_and_what_is_left_is_told(
-    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: BenchSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, ran = tmp_path / "state.jsonl", []
     told(stage, path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-2]))
-    real = Stage.run
+    real = BenchSetup.run
 
-    def noted(self: Stage, group: Group, turn: Turn) -> BenchRun:
+    def noted(self: BenchSetup, group: Group, turn: Turn) -> BenchRun:
         ran.append((group, turn))
         return real(self, group, turn)
 
-    monkeypatch.setattr(Stage, "run", noted)
+    monkeypatch.setattr(BenchSetup, "run", noted)
     shares: list[float] = []
     with unchecked():
         bench(stage, SELECTION, opened(path), lambda _what, done: shares.append(done))

@@ -39,12 +39,12 @@ def test_chances_are_products_and_texts_end() -> None:
 def test_what_the_law_excludes() -> None:
     cells = choose_cells(lambda texts: after(LAWS, texts), 200, [END])
     length = cells.num_tokens
-    assert not cells.impossible((0,) * length)
-    assert not cells.impossible((END,))
-    assert cells.impossible((2,) + (0,) * length)  # of chance 0
-    assert cells.impossible((0,) * (length - 1))  # too short
-    assert cells.impossible((END, 0, 0, 0))  # behind an end
-    assert cells.impossible(())
+    assert not cells.excludes((0,) * length)
+    assert not cells.excludes((END,))
+    assert cells.excludes((2,) + (0,) * length)  # of chance 0
+    assert cells.excludes((0,) * (length - 1))  # too short
+    assert cells.excludes((END, 0, 0, 0))  # behind an end
+    assert cells.excludes(())
 
 
 def test_spread_laws_get_short_texts_and_few_cells() -> None:

@@ -9,7 +9,7 @@ from forerun.config import Speculation
 from forerun.llm import LLM
 from forerun.output import CompletionOutput
 from forerun.prove.equality import PLAIN, Divergence, ProofRequest, answers, find_difference
-from forerun.prove.plain import last_logits, read_in_chunks, rounding_noise, scores_after
+from forerun.prove.plain import last_logits, logits_in_chunks, rounding_noise, scores_after
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
 
@@ -113,7 +113,7 @@ def test_rounding_is_measured(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
     """None on a CPU; a decoder whose logits depend on the number of rows is found out."""
     texts = [(1, 403, 407, 261, 378), (1, 5, 6)]
     assert rounding_noise(llm, texts) == 0
-    assert torch.equal(read_in_chunks(llm, texts[0], 2)[-1], last_logits(llm, texts)[0])
+    assert torch.equal(logits_in_chunks(llm, texts[0], 2)[-1], last_logits(llm, texts)[0])
     decoder = llm.engine.runner.decoder
     true = type(decoder).logits
     monkeypatch.setattr(type(decoder), "logits", lambda self, hidden: true(self, hidden) + 1e-3 * len(hidden))

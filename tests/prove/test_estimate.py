@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_llm
 
 from forerun.config import Speculation
-from forerun.prove.workload import ProofPace, ProofWorkload, spoken
+from forerun.prove.workload import ProofPace, ProofWorkload, rounded_duration
 from kit.unchecked import unchecked
 
 
@@ -33,4 +33,4 @@ def test_the_pace_is_what_the_clock_says(tmp_path: Path) -> None:
     ("seconds", "said"), [(0.1, "5 seconds"), (43.0, "45 seconds"), (100.0, "2 minutes"), (7200.0, "2.0 hours")]
 )
 def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
-    assert spoken(seconds) == said
+    assert rounded_duration(seconds) == said

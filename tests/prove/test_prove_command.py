@@ -39,7 +39,7 @@ def test_a_true_engine_holds(prompts: Path) -> None:
     result = run(TARGET, SMALL, prompts)
     assert result.exit_code == 0, result.output
     assert "12 runs × 3 prompts, 432 tokens: identical" in result.stdout
-    assert "law of block  ✓ chain of 4: chi-square" in result.stdout
+    assert "block verification  ✓ chain of 4: chi-square" in result.stdout
     assert "degrees of freedom, p = " in result.stdout
     assert "not proven" in result.stdout
     assert "It holds" in result.stdout

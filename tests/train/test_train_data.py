@@ -54,7 +54,7 @@ def test_conversations_go_through_the_template_without_the_models_last_answer(tm
     assert found[0] == found[1] == [reader.of_prompt("Sort a list")]
     assert reader.tokenizer.decode(found[0][0]) == "<s># Sort a list\n"
     path = lines(tmp_path / "a.jsonl", {"prompt": "Once"}, {"messages": [asked]})
-    with pytest.raises(TokenizerError, match=rf"{path}:2 holds messages, and "):
+    with pytest.raises(TokenizerError, match=rf"{path}:2 has messages, but "):
         read_prompts([path], SETTINGS)
 
 

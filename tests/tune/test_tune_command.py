@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import Result
 
 from forerun.bench.figures import Spread
-from forerun.bench.run import Stage
+from forerun.bench.run import BenchSetup
 from forerun.engine import calibration
 from forerun.settings_file import read_settings
 from forerun.tune import trial as tune_settings
@@ -115,8 +115,8 @@ def test_the_settings_are_read_by_other_commands(tuned: tuple[Path, Result, list
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A note for everything that is measured."""
-    noted, real = list[object](), Stage.run
-    monkeypatch.setattr(Stage, "run", lambda self, *what: noted.append(what) or real(self, *what))
+    noted, real = list[object](), BenchSetup.run
+    monkeypatch.setattr(BenchSetup, "run", lambda self, *what: noted.append(what) or real(self, *what))
     return noted
 
 

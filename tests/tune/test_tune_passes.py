@@ -10,7 +10,7 @@ import pytest
 from forerun import LLM
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
-from forerun.bench.run import Stage
+from forerun.bench.run import BenchSetup
 from forerun.errors import DraftError
 from forerun.tune.passes import PassMeter, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import RoundShape
@@ -31,7 +31,7 @@ def meter(llm: LLM, rows: int, num_tokens: int = 30) -> PassMeter:
     assert llm.tokenizer is not None
     items = tuple(Item(tuple(llm.tokenizer.encode(story)), None, "") for story in ("Once upon", "One day", "Tom ran"))
     ticks = count()
-    stage = Stage(llm, {"tales": Workload("tales", items)}, num_tokens, clock=lambda: float(next(ticks)))
+    stage = BenchSetup(llm, {"tales": Workload("tales", items)}, num_tokens, clock=lambda: float(next(ticks)))
     return PassMeter(stage, Group("tales", rows, 0.0), None, 8, 2)
 
 
@@ -57,7 +57,7 @@ def test_sizes_that_do_not_fit_are_left_out(llm: LLM) -> None:
 def test_where_no_round_fits_nothing_is_made_up(llm: LLM) -> None:
     """The prompt leaves room for a token or two."""
     own = meter(llm, 1)
-    own.stage.workloads["tales"] = Workload("tales", (Item((5,) * (llm.plan.max_model_len - 4), None, ""),))
+    own.setup.workloads["tales"] = Workload("tales", (Item((5,) * (llm.plan.max_model_len - 4), None, ""),))
     with pytest.raises(DraftError, match="shorter prompts"):
         own.measure([2, 5], lambda *_: None)
     assert not llm.engine.has_work

@@ -8,7 +8,7 @@ import pytest
 from forerun import LLM
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
-from forerun.bench.run import Stage, Tape, Timed
+from forerun.bench.run import BenchSetup, RunLog, TimedRound
 from forerun.control.controller import FixedDepth
 from forerun.tune.passes import PilotDrafter, judged
 from forerun.tune.predict import DecodingJob, Guessed, RoundShape, TextRounds, played
@@ -28,14 +28,14 @@ EXACT = ["ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", "ear
 
 
 @dataclass(slots=True)
-class RowsTape(Tape):
+class RowsTape(RunLog):
     """Every round: its shape without what drafters read, and each sequence's guesses in order."""
 
     by_text: dict[int, list[Guessed]] = field(default_factory=dict)
     shapes: list[tuple[int, int, int, int]] = field(default_factory=list)
     num_decoded: int = 0
 
-    def add(self, timed: Timed, clock_s: float) -> None:
+    def add(self, timed: TimedRound, clock_s: float) -> None:
         rows = timed.outcome.rows
         for row in rows:
             self.by_text.setdefault(row.seq_id, []).append(Guessed(row.num_drafted, row.accepted))
@@ -54,19 +54,19 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         llm.close()
 
 
-def stage_of(llm: LLM, drafter: PilotDrafter | None = None) -> Stage:
+def stage_of(llm: LLM, drafter: PilotDrafter | None = None) -> BenchSetup:
     assert llm.tokenizer is not None
     items = tuple(Item(tuple(llm.tokenizer.encode(text)), None, "") for text in STORIES)
-    return Stage(llm, {"tales": Workload("tales", items)}, NUM_TOKENS, refills=True, drafter=drafter)
+    return BenchSetup(llm, {"tales": Workload("tales", items)}, NUM_TOKENS, refills=True, drafter=drafter)
 
 
 def piloted(llm: LLM, batch: int, temperature: float) -> list[TextRounds]:
     """A pilot of all stories."""
     assert llm.drafter is not None
-    pilot, tape = PilotDrafter(llm.drafter), Tape(batch, DEEPEST)
+    pilot, run_log = PilotDrafter(llm.drafter), RunLog(batch, DEEPEST)
     stage = stage_of(llm, pilot)
     sequences = stage.wave(
-        Group("tales", batch, temperature), DEEPEST, range(len(STORIES)), tape, tenant=f"pilot {batch} {temperature}"
+        Group("tales", batch, temperature), DEEPEST, range(len(STORIES)), run_log, tenant=f"pilot {batch} {temperature}"
     )
     found = []
     for sequence in sequences:
@@ -77,10 +77,10 @@ def piloted(llm: LLM, batch: int, temperature: float) -> list[TextRounds]:
 
 def ran(llm: LLM, batch: int, temperature: float, depth: int) -> RowsTape:
     """The engine at this depth."""
-    tape = RowsTape(batch, depth)
+    run_log = RowsTape(batch, depth)
     group = Group("tales", batch, temperature)
-    stage_of(llm).wave(group, depth, range(len(STORIES)), tape, tenant=f"at {batch} {temperature} {depth}")
-    return tape
+    stage_of(llm).wave(group, depth, range(len(STORIES)), run_log, tenant=f"at {batch} {temperature} {depth}")
+    return run_log
 
 
 @pytest.mark.short("ngram-1.0", "early-exit:1-0.0")
@@ -89,12 +89,12 @@ def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm
     texts = piloted(llm, 1, temperature)
     assert all(text.num_tokens == NUM_TOKENS for text in texts)
     for depth in (0, 1, 2, 3, 5, DEEPEST):
-        tape = ran(llm, 1, temperature, depth)
-        for text, rounds in zip(texts, tape.by_text.values(), strict=True):
+        run_log = ran(llm, 1, temperature, depth)
+        for text, rounds in zip(texts, run_log.by_text.values(), strict=True):
             assert text.at_depth(depth, place=0) == rounds
         found = played(DecodingJob(texts, 1), depth)
-        assert sum(found.rounds.values()) == len(tape.shapes)
-        assert found.num_decoded == tape.num_decoded
+        assert sum(found.rounds.values()) == len(run_log.shapes)
+        assert found.num_decoded == run_log.num_decoded
 
 
 @pytest.mark.short("ngram-512", "model:/stories280k-5")
@@ -107,11 +107,11 @@ def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, mo
     texts = piloted(llm, 3, 0.0)
     for depth in (0, 1, 2, 4, DEEPEST):
         for batch in (2, 3):
-            tape = ran(llm, batch, 0.0, depth)
+            run_log = ran(llm, batch, 0.0, depth)
             found = played(DecodingJob(texts, batch, chunk_tokens), depth)
             expected = sorted(shape[:4] for shape, times in found.rounds.items() for _ in range(times))
-            assert expected == sorted(tape.shapes)
-            assert found.num_decoded == tape.num_decoded
+            assert expected == sorted(run_log.shapes)
+            assert found.num_decoded == run_log.num_decoded
 
 
 @pytest.mark.full

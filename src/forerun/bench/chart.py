@@ -109,12 +109,14 @@ def svg_series(each: Series, place: Callable[[float, float], tuple[float, float]
 
 
 def svg_line(each: Series, points: str) -> str:
-    """The SVG line through points, in a series' colour and form; "" if its form has no line."""
+    """The SVG line through points, in a series' colour and style; "" if its form has no line."""
     dashes = next((dashes for line, dashes in DASHES.items() if line in each.form), None)
     if dashes is None:
         return ""
-    look = f'fill="none" stroke="{each.colour}" stroke-width="1.6"' + f' stroke-dasharray="{dashes}"' * bool(dashes)
-    return f'<polyline {look} points="{points}"/>'
+    attributes = f'fill="none" stroke="{each.colour}" stroke-width="1.6"' + f' stroke-dasharray="{dashes}"' * bool(
+        dashes
+    )
+    return f'<polyline {attributes} points="{points}"/>'
 
 
 def label(x: float | int, y: float | int, text: str, more: str) -> str:

@@ -1,8 +1,8 @@
 """Figures: medians with quartiles over the repetitions of a group, and the report of all groups.
 
 This file has every formula of the benchmark. Absolute times drift, so ratios are computed within a repetition, whose
-runs are close in time, and then the median of the ratios is taken. In JSON, times are in seconds, sizes in bytes,
-shares between 0 and 1, and unknown values null. `show.py` writes the report for people.
+runs are close in time, and their median is reported. In JSON, times are in seconds, sizes in bytes, shares between 0
+and 1, and unknown values null. `show.py` prints the report.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Spread:
 class CellFigures:
     """The figures of one depth of a group.
 
-    `experts`: experts that a layer of a sparse target reads in a full round; `expected_experts`: their number if tokens
-    chose uniformly and independently. `num_rounds_by_arm`: how often each drafter of a mix drafted a sequence.
-    `tokens_per_s`: decoding only; `tokens_per_s_with_prompt`: with prefill. `speed_up`: the ratio of `tokens_per_s` to
-    that of plain decoding. `pass_ratio` is v(k): the target's pass in a full round over a plain pass.
-    `draft_step_ratio` is c: a full round's drafting time per depth over a plain pass. `predicted` is o G / (k c + v),
-    with G tokens per round, and o the average batch occupancy over that of plain decoding. `engine_s`: time of a round
-    outside the passes of target and drafter. `num_busy`: the maximum number of cores that other programs used during a
-    run or the plain run beside it.
+    `guesses_per_round`: draft tokens per round. `experts`: experts that a layer of a sparse target reads in a full
+    round; `expected_experts`: their number if tokens chose uniformly and independently. `num_rounds_by_arm`: how often
+    each drafter of a mix drafted for a sequence. `tokens_per_s`: without prefill; `tokens_per_s_with_prompt`: with it.
+    `speed_up`: the ratio of `tokens_per_s` to that of plain decoding. `pass_ratio` is v(k): the target's pass in a full
+    round over a plain pass. `draft_step_ratio` is c: a full round's drafting time per depth over a plain pass.
+    `predicted` is o G / (k c + v), with G tokens per round, and o the average batch occupancy over that of plain
+    decoding. `engine_s`: time of a round outside the passes of target and drafter. `num_busy`: the maximum number of
+    cores that other programs used during a run or the plain run of the same repetition.
     """
 
     depth: int
@@ -141,7 +141,7 @@ def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> Cel
     def of(figure: Callable[[BenchRun], float | None]) -> Spread | None:
         return Spread.of(figure(run) for run in runs)
 
-    def beside(figure: Callable[[BenchRun, BenchRun], float | None]) -> Spread | None:
+    def against_plain(figure: Callable[[BenchRun, BenchRun], float | None]) -> Spread | None:
         return Spread.of(figure(run, other) for run, other in pairs)
 
     return CellFigures(
@@ -156,21 +156,21 @@ def cell_figures(runs: Sequence[BenchRun], plain: Mapping[int, BenchRun]) -> Cel
         num_rounds_by_arm=dict(sum((Counter(dict(run.num_rounds_by_arm)) for run in runs), Counter[str]())),
         acceptance_rate=over(accepted, drafted),
         acceptance_at_depth=tuple(map(truediv, accepted_at_depth, offered_at_depth)),
-        speed_up=beside(speed_up),
+        speed_up=against_plain(speed_up),
         pass_s=of(lambda run: run.full_pass_s),
-        pass_ratio=beside(lambda run, other: over(run.full_pass_s, other.full_pass_s)),
-        draft_step_ratio=beside(draft_step_ratio),
-        predicted=beside(predicted),
-        measured_over_predicted=beside(lambda run, other: over(speed_up(run, other), predicted(run, other))),
+        pass_ratio=against_plain(lambda run, other: over(run.full_pass_s, other.full_pass_s)),
+        draft_step_ratio=against_plain(draft_step_ratio),
+        predicted=against_plain(predicted),
+        measured_over_predicted=against_plain(lambda run, other: over(speed_up(run, other), predicted(run, other))),
         engine_s=of(lambda run: over(run.decode_s - run.pass_s - run.draft_pass_s, run.num_passes)),
         peak_bytes=max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None),
         num_busy=max((run.num_busy for pair in pairs for run in pair if run.num_busy is not None), default=None),
     )
 
 
-def over(part: int | float | None, whole: int | float | None) -> float | None:
-    """A ratio; None if a value is unknown or the denominator 0."""
-    return part / whole if part is not None and whole else None
+def over(part: int | float | None, total: int | float | None) -> float | None:
+    """The ratio of two numbers; None if one is unknown or the denominator is 0."""
+    return part / total if part is not None and total else None
 
 
 def speed_up(run: BenchRun, plain: BenchRun) -> float | None:
@@ -179,20 +179,20 @@ def speed_up(run: BenchRun, plain: BenchRun) -> float | None:
 
 
 def draft_step_ratio(run: BenchRun, plain: BenchRun) -> float | None:
-    """c: the drafting of a full round, per depth, over a plain pass; None for plain decoding."""
+    """c: the drafting time of a full round, per depth, over a plain pass; None for plain decoding."""
     if run.depth <= 0 or run.full_draft_s is None:
         return None
     return over(run.full_draft_s / run.depth, plain.full_pass_s)
 
 
 def predicted(run: BenchRun, plain: BenchRun) -> float | None:
-    """o G / (k c + v), from this repetition's own o, G, c and v; None for plain decoding."""
+    """o G / (k c + v), from this repetition's o, G, c and v; None for plain decoding."""
     step, ratio = draft_step_ratio(run, plain), over(run.full_pass_s, plain.full_pass_s)
     tokens = over(run.num_accepted + run.num_rounds, run.num_rounds)
-    taken = over(over(run.num_rounds, run.num_passes), over(plain.num_rounds, plain.num_passes))
-    if step is None or ratio is None or tokens is None or taken is None:
+    occupancy = over(over(run.num_rounds, run.num_passes), over(plain.num_rounds, plain.num_passes))
+    if step is None or ratio is None or tokens is None or occupancy is None:
         return None
-    return taken * tokens / (run.depth * step + ratio)
+    return occupancy * tokens / (run.depth * step + ratio)
 
 
 @dataclass(frozen=True, slots=True)

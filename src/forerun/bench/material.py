@@ -24,12 +24,12 @@ from forerun.text.tokenizer import Tokenizer
 
 TextOrIds = str | list[int]
 DEFAULT_WORKLOADS = "code,edits"
-CATEGORIES = ("code", "prose")  # bundled workloads that are used without a file
+CATEGORIES = ("code", "prose")  # bundled workloads that `mixed_passages` uses if there is no file
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A line of a file: text, token ids, or a conversation; its source, recorded answer, and category."""
+    """A line of a file: text, token ids, or a conversation; its source (`place`), recorded answer, and category."""
 
     prompt: TextOrIds | Conversation
     place: str
@@ -39,8 +39,8 @@ class Passage:
     @property
     def conversation(self) -> Conversation | None:
         """The messages of a conversation; None for text."""
-        talk = not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
-        return self.prompt if talk else None  # type: ignore[return-value]
+        is_conversation = not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
+        return self.prompt if is_conversation else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +114,10 @@ def shipped(name: str) -> list[Passage]:
 
 def passages_of(workload: str | None, prompts: Path | None, replay: Path | None) -> dict[str, list[Passage]]:
     """The passages of the options by workload name: bundled workloads, or one file of the user's."""
-    excerpts = [
-        name for name, value in (("workload", workload), ("prompts", prompts), ("replay", replay)) if value is not None
-    ]
-    if len(excerpts) > 1:
-        raise InvalidRequest(excerpts[1], f"it chooses the prompts, and so does --{excerpts[0]}: give one of them.")
+    options = {"workload": workload, "prompts": prompts, "replay": replay}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidRequest(given[1], f"it cannot be combined with --{given[0]}, which also sets the prompts.")
     if prompts is not None:
         return {prompts.stem: read_passages(prompts)}
     if replay is not None:
@@ -160,35 +159,35 @@ def passage_of(line: str, place: str, recorded: bool) -> Passage:
         entry = object_of(line)
         category = entry.get("category") or ""
         if not isinstance(category, str):
-            raise InvalidRequest("prompts", f'"category" is {shown(category)}: it must be a word')
-        answer = words_of(entry, "answer") if recorded else None
+            raise InvalidRequest("prompts", f'"category" is {shown(category)}: it must be text')
+        answer = text_or_ids(entry, "answer") if recorded else None
         prompt: TextOrIds | Conversation
         if "messages" in entry:
             prompt = messages_of(entry["messages"])
         else:
             ids = recorded and "turns" not in entry
-            prompt = words_of(entry, "prompt") if ids else prompt_of(entry)
+            prompt = text_or_ids(entry, "prompt") if ids else prompt_of(entry)
         return Passage(prompt, place, answer, category)
 
 
-def words_of(entry: Mapping[str, Any], name: str) -> TextOrIds:
-    """The text or token ids under a name. Raises InvalidRequest."""
-    words = entry.get(name)
-    ids = isinstance(words, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in words)
-    if not words or not (ids or isinstance(words, str)):
-        excerpt = json.dumps(words)[:40] if name in entry else "missing"
-        raise InvalidRequest("prompts", f'"{name}" is {excerpt}: it must be some text or a list of token ids')
-    return words  # type: ignore[no-any-return]
+def text_or_ids(entry: Mapping[str, Any], name: str) -> TextOrIds:
+    """The text or token ids of a field. Raises InvalidRequest."""
+    value = entry.get(name)
+    are_ids = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    if not value or not (are_ids or isinstance(value, str)):
+        excerpt = json.dumps(value)[:40] if name in entry else "missing"
+        raise InvalidRequest("prompts", f'"{name}" is {excerpt}: it must be a non-empty text or list of token ids')
+    return value  # type: ignore[no-any-return]
 
 
 def messages_of(messages: object) -> Conversation:
     """The messages of a conversation; the last one must not be the assistant's. Raises InvalidRequest."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages", f"{shown(messages)} is not a conversation: write a list of messages.")
-    talk = [with_text(message) for message in messages]
-    if talk[-1]["role"] == "assistant":
-        raise InvalidRequest("prompts", 'the last message is the model\'s own: leave it out, or name it "answer"')
-    return talk
+    conversation = [with_text(message) for message in messages]
+    if conversation[-1]["role"] == "assistant":
+        raise InvalidRequest("prompts", 'the last message is the assistant\'s: leave it out, or move it to "answer"')
+    return conversation
 
 
 def workload_of(
@@ -198,33 +197,33 @@ def workload_of(
 
     An answer is tokenized separately from its prompt. Raises InvalidRequest or TokenizerError, naming the source.
     """
-    template, taken = template or Template(), passages[:most]
-    items = tuple(item_of(passage, tokenizer, template) for passage in taken)
-    chat = template.always or any(passage.conversation for passage in taken)
-    return Workload(name, items, tokenizer.template().digest() if chat else None)
+    template, passages = template or Template(), passages[:most]
+    items = tuple(item_of(passage, tokenizer, template) for passage in passages)
+    uses_template = template.always or any(passage.conversation for passage in passages)
+    return Workload(name, items, tokenizer.template().digest() if uses_template else None)
 
 
 def item_of(passage: Passage, tokenizer: Tokenizer, template: Template) -> Item:
     """Tokenize a passage. Raises InvalidRequest or TokenizerError."""
-    place, prompt, talk = passage.place, passage.prompt, passage.conversation
-    if talk is None and template.always and isinstance(prompt, str):
-        talk = [{"role": "user", "content": prompt}]
-    if talk is not None:
+    place, prompt, messages = passage.place, passage.prompt, passage.conversation
+    if messages is None and template.always and isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    if messages is not None:
         with at_line(place):
-            prompt = ChatOptions(chat_template_kwargs=template.options).render(tokenizer, talk)
-    ids = encoded(prompt, tokenizer, talk is None, place)  # type: ignore[arg-type]
+            prompt = ChatOptions(chat_template_kwargs=template.options).render(tokenizer, messages)
+    ids = encoded(prompt, tokenizer, messages is None, place)  # type: ignore[arg-type]
     answer = None if passage.answer is None else encoded(passage.answer, tokenizer, False, place)
     return Item(ids, answer, place, passage.category)
 
 
-def encoded(words: TextOrIds, tokenizer: Tokenizer, begins: bool, place: str) -> tuple[int, ...]:
-    """The token ids of text or ids. Raises InvalidRequest for unknown ids, or none."""
-    ids = tokenizer.encode(words, begins) if isinstance(words, str) else words
+def encoded(text: TextOrIds, tokenizer: Tokenizer, add_special_tokens: bool, place: str) -> tuple[int, ...]:
+    """The token ids of a text, or the given ids. Raises InvalidRequest for unknown ids, or an empty list."""
+    ids = tokenizer.encode(text, add_special_tokens) if isinstance(text, str) else text
     unknown = next((token_id for token_id in ids if not 0 <= token_id < tokenizer.num_ids), None)
     if unknown is not None:
         raise InvalidRequest("replay", f"{place}: {unknown} is not a token id from 0 to {tokenizer.num_ids - 1}")
     if not ids:
-        raise InvalidRequest("prompts", f"{place}: it has no tokens: write more")
+        raise InvalidRequest("prompts", f"{place}: it has no tokens: write a longer text")
     return tuple(ids)
 
 
@@ -233,6 +232,6 @@ def check_lengths(workload: Workload, num_tokens: int, max_positions: int) -> No
     for item in workload.items:
         needed = len(item.prompt) + (num_tokens if item.answer is None else len(item.answer))
         if needed > max_positions:
-            fix = "--prompts, or ask for fewer --max-tokens" if item.answer is None else "--replay"
-            many = f"it needs {needed} tokens of a context of {max_positions}"
-            raise InvalidRequest(workload.name, f"{item.place}: {many}: give shorter ones by {fix}")
+            fix = "shorter --prompts, or fewer --max-tokens" if item.answer is None else "a --replay with shorter texts"
+            problem = f"it needs {needed} tokens, and the context has {max_positions}"
+            raise InvalidRequest(workload.name, f"{item.place}: {problem}: use {fix}")

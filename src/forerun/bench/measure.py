@@ -1,8 +1,8 @@
-"""`measure`: loads the models for a benchmark, runs what is not finished, and reports.
+"""`measure`: loads the models for a benchmark, executes the runs that are not finished, and returns the report.
 
 This file decides the order of runs, how finished ones are stored, and the context length and batch size for which
-memory is planned. All sequences of a batch must fit at once, or the batch would be smaller than the report says. Every
-group is warmed up before its first run, also after an interruption.
+memory is planned. All sequences of a batch must fit into memory together, or the batch would be smaller than reported.
+Every group is warmed up before its first run, also after an interruption.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.figures import Bandwidth, BenchReport, GroupFigures, group_figures
 from forerun.bench.material import Passage, check_lengths, workload_of
 from forerun.bench.plan import CHOSEN, Group, Selection, depth_name
-from forerun.bench.run import BenchRun, Stage, run_name
+from forerun.bench.run import BenchRun, BenchSetup, run_name
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, NotEnoughMemory
@@ -32,8 +32,8 @@ from forerun.progress import LoadingBar
 from forerun.store import Journal, cache_folder
 from forerun.streams import show_note
 
-FORM = 3  # format version
-SIGNS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # key in the first line
+FORMAT_VERSION = 3
+HEAD_KEYS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # the key of the format version in the first line
 
 
 @dataclass(slots=True)
@@ -50,12 +50,12 @@ class Measurements:
     def open(
         cls, path: Path, about: Mapping[str, Any], what: str, option: str, place: str, fresh: bool = False
     ) -> Measurements:
-        """Open the file of a run, with its finished measurements; `fresh` discards them.
+        """Open the file of a benchmark, with its finished measurements; `fresh` discards them.
 
-        `about` is everything that affects a measurement. Raises InvalidRequest, leaving the file unchanged, if it
-        belongs to another run or cannot be used.
+        `about` contains everything that affects a measurement. If the file belongs to another benchmark or cannot be
+        used, raises InvalidRequest without changing it.
         """
-        kept, head = cls(path, option, place), {SIGNS[what]: FORM, "about": about}
+        kept, head = cls(path, option, place), {HEAD_KEYS[what]: FORMAT_VERSION, "about": about}
         with kept.writable():
             kept.journal = Journal.of_run(path, head, what, option, place, fresh)
         for number, entry in enumerate(kept.journal.entries[1:], start=2):
@@ -87,7 +87,7 @@ class Measurements:
 
     @contextmanager
     def continued(self, bar: LoadingBar) -> Iterator[None]:
-        """Context of measuring: tells the user about finished measurements, and after Ctrl-C how to resume."""
+        """Context of measuring, with notes about finished measurements and, after Ctrl-C, about how to resume."""
         if self.values:
             show_note(f"{len(self.values)} measurements exist already ({self.path}); --fresh discards them.")
         try:
@@ -115,18 +115,18 @@ def measure(
     fresh: bool,
     bar: LoadingBar,
 ) -> BenchReport:
-    """Run what is not finished, and report. Finished runs are stored in the file `path`, or in the cache folder."""
-    stage = set_up(models, passages, selection, bar)
+    """Execute the unfinished runs and return the report. Runs are stored in the file `path`, or in the cache folder."""
+    setup = set_up(models, passages, selection, bar)
     target = Blueprint.of(models.target)
-    what = about(models, stage, selection)
+    what = about(models, setup, selection)
     kept = Measurements.open(path or default_path(what), what, "benchmark", "state", "file", fresh)
     with kept.continued(bar):
         bar("benchmark", 0.0, "memory bandwidth")
         start = bandwidth_bytes_per_s(device=target.placement.device)
-        groups = bench(stage, selection, kept, lambda detail, done: bar("benchmark", done, detail))
+        groups = bench(setup, selection, kept, lambda detail, done: bar("benchmark", done, detail))
         bar("benchmark", 1.0, "memory bandwidth")
         bandwidth = Bandwidth(start, bandwidth_bytes_per_s(device=target.placement.device))
-    places = {name: [item.place for item in workload.items] for name, workload in stage.workloads.items()}
+    places = {name: [item.place for item in workload.items] for name, workload in setup.workloads.items()}
     return BenchReport(what, bandwidth, target.pass_bytes, places, tuple(groups), target.placement)
 
 
@@ -135,7 +135,7 @@ def set_up(
     passages: Mapping[str, Sequence[Passage]],
     selection: Selection,
     progress: ProgressCallback | None = None,
-) -> Stage:
+) -> BenchSetup:
     """Tokenize and check the texts, and load the models for them."""
     target = Blueprint.of(models.target, progress)
     tokenizer = target.tokenizer()
@@ -153,45 +153,45 @@ def set_up(
         threads=models.threads,
         progress=progress,
     )
-    return Stage(llm, workloads, selection.num_tokens, selection.seed, speculation=selection.speculation)
+    return BenchSetup(llm, workloads, selection.num_tokens, selection.seed, speculation=selection.speculation)
 
 
-def load_for(batch: int, target: ModelSpec, draft: str, options: str, **how: Any) -> LLM:
+def load_for(batch: int, target: ModelSpec, draft: str, options: str, **arguments: Any) -> LLM:
     """An LLM for this batch size. Raises NotEnoughMemory, naming the options to lower, if it does not fit.
 
     The prefix cache is off, since repeated prompts must cost the same each time.
     """
-    llm = LLM(target, draft, max_num_seqs=batch, prefix_cache=False, **how)
+    llm = LLM(target, draft, max_num_seqs=batch, prefix_cache=False, **arguments)
     if llm.plan.num_sequences_speculative < batch:
-        room = "; ".join(llm.plan.lines())
+        plan = "; ".join(llm.plan.lines())
         llm.close()
-        raise NotEnoughMemory(f"batch {batch} does not fit: lower {options} ({room})")
+        raise NotEnoughMemory(f"batch {batch} does not fit into memory ({plan}): lower {options}")
     return llm
 
 
-def bench(stage: Stage, selection: Selection, kept: Measurements, report: ProgressCallback) -> list[GroupFigures]:
-    """Run what is not stored yet, and return the figures of all runs."""
-    groups = selection.groups({name: workload.replayed for name, workload in stage.workloads.items()})
+def bench(setup: BenchSetup, selection: Selection, kept: Measurements, report: ProgressCallback) -> list[GroupFigures]:
+    """Execute the runs that are not stored yet, and return the figures of all runs."""
+    groups = selection.groups({name: workload.replayed for name, workload in setup.workloads.items()})
     turns = selection.turns()
-    left = {group: [turn for turn in turns if not kept.holds(run_name(group, turn))] for group in groups}
-    in_all, done = sum(weight(stage, group) * len(missing) for group, missing in left.items()), 0
-    for group, missing in left.items():
+    unfinished = {group: [turn for turn in turns if not kept.holds(run_name(group, turn))] for group in groups}
+    total, done = sum(weight(setup, group) * len(missing) for group, missing in unfinished.items()), 0
+    for group, missing in unfinished.items():
         if missing:
-            report(f"{group.name}: warming up", done / in_all)
-            stage.warm_up(group, selection.depths)
+            report(f"{group.name}: warming up", done / total)
+            setup.warm_up(group, selection.depths)
         for turn in missing:
-            report(f"{group.name}, depth {depth_name(turn.depth)}", done / in_all)
-            kept.add(run_name(group, turn), asdict(stage.run(group, turn)))
-            done += weight(stage, group)
+            report(f"{group.name}, depth {depth_name(turn.depth)}", done / total)
+            kept.add(run_name(group, turn), asdict(setup.run(group, turn)))
+            done += weight(setup, group)
     runs = {group: [BenchRun.from_json(kept.values[run_name(group, turn)]) for turn in turns] for group in groups}
-    return [group_figures(group, each, stage.workloads[group.workload].recorded()) for group, each in runs.items()]
+    return [group_figures(group, each, setup.workloads[group.workload].recorded()) for group, each in runs.items()]
 
 
-def weight(stage: Stage, group: Group) -> int:
+def weight(setup: BenchSetup, group: Group) -> int:
     """The approximate cost of a run: tokens of one sequence times waves."""
-    workload = stage.workloads[group.workload]
+    workload = setup.workloads[group.workload]
     num_waves = -(-len(workload.items) // group.batch)
-    return num_waves * workload.longest(stage.num_tokens)
+    return num_waves * workload.longest(setup.num_tokens)
 
 
 def default_path(about: Mapping[str, Any]) -> Path:
@@ -211,27 +211,27 @@ def draft_fingerprint(target: Blueprint, draft: str, progress: ProgressCallback 
     return plan_drafter(draft, DraftContext(target, target.tokenizer(), progress)).fingerprint()
 
 
-def surroundings() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """The versions and the machine, which affect every measurement."""
     return {"forerun": __version__, "sources": sources_digest(), "machine": asdict(Machine.here())}
 
 
-def about(models: Models, stage: Stage, selection: Selection) -> dict[str, Any]:
-    """Everything that affects the result."""
+def about(models: Models, setup: BenchSetup, selection: Selection) -> dict[str, Any]:
+    """Everything that affects the measurements."""
     return {
-        **surroundings(),
+        **environment(),
         "models": {
-            "target": stage.llm.name,
-            "draft": stage.llm.draft_name,
-            "format": stage.llm.format,
-            "kernels": stage.llm.kernels,
-            "kernels_measured": stage.llm.measured,
-            "fingerprint": stage.llm.fingerprint,
+            "target": setup.llm.name,
+            "draft": setup.llm.draft_name,
+            "format": setup.llm.format,
+            "kernels": setup.llm.kernels,
+            "kernels_measured": setup.llm.measured,
+            "fingerprint": setup.llm.fingerprint,
             "draft_fingerprint": draft_fingerprint(Blueprint.of(models.target), models.draft),
         },
         "settings": asdict(selection),
         "workloads": {
             name: {"replayed": w.replayed, "num_prompts": len(w.items), "digest": w.digest()}
-            for name, w in stage.workloads.items()
+            for name, w in setup.workloads.items()
         },
     }

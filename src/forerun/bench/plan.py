@@ -27,7 +27,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The group in words."""
+        """The group as a phrase."""
         return f"{self.workload}, batch {self.batch}, temperature {self.temperature:g}"
 
 
@@ -44,8 +44,8 @@ class Selection:
     """The cells: `batches` x `depths` x `temperatures` for every workload, each `repeats` times.
 
     Depth 0, plain decoding, is always included; CHOSEN may be. At most `num_prompts` prompts of a workload are used,
-    and `num_tokens` generated for each; replayed answers have their own length. Drafts are chains, or a `tree`, cut to
-    each depth; depths above the tree's own are reduced to it.
+    and `num_tokens` tokens are generated for each, except for replayed answers. Drafts are chains, or a `tree`, cut to
+    each depth; depths above that of the tree are reduced to it.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -71,12 +71,12 @@ class Selection:
         deepest = max(self.depths) if self.tree is None else self.tree.depth
         if self.tree is not None and CHOSEN in self.depths:
             raise InvalidRequest(
-                "depth", "auto chooses the length of chains, and a tree has a fixed shape: leave out one of the two."
+                "depth", "auto chooses the length of chains, but a tree has a fixed shape: leave out one of the two."
             )
         object.__setattr__(self, "depths", tuple(in_order({0, *(min(depth, deepest) for depth in self.depths)})))
 
     def groups(self, replayed: Mapping[str, bool]) -> list[Group]:
-        """All groups of the workloads, by name. Replayed workloads need no sampling: they run at temperature 0 only."""
+        """All groups of the workloads, by name; replayed workloads, which do not sample, run at temperature 0 only."""
         return [
             Group(name, batch, temperature)
             for name, recorded in replayed.items()
@@ -99,7 +99,7 @@ class Selection:
 def require_different(name: str, values: Sequence[object]) -> None:
     """Raise InvalidRequest for duplicates or an empty list."""
     if not values or len(set(values)) < len(values):
-        raise InvalidRequest(name, f"{values!r} must be values that differ, at least one.")
+        raise InvalidRequest(name, f"{values!r} must be different values, at least one.")
 
 
 def in_order(depths: Iterable[int]) -> list[int]:

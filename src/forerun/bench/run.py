@@ -1,8 +1,8 @@
 """Runs: executes and times one repetition of a cell.
 
 This file decides how requests are grouped into waves, and what is timed. Every depth gets the same prompts and seeds.
-Decoding speed is tokens divided by the time of the rounds without prefill. A drafter's prefill counts as decoding time,
-which is to its disadvantage.
+The decoding speed is the number of tokens divided by the time of the rounds without prefill. A drafter's prefill counts
+as decoding time, which is to its disadvantage.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedRound:
     """One timed round: its deltas (none for pure prefill), its outcome, and its duration.
 
     `num_experts`: experts read, summed over all layers; 0 for dense targets.
@@ -51,16 +51,16 @@ class Timed:
 
     @property
     def depth(self) -> int:
-        """The maximum number of drafted tokens of a sequence."""
+        """The maximum number of draft tokens of a sequence."""
         return max((row.num_drafted for row in self.outcome.rows), default=0)
 
     @property
-    def others_s(self) -> float:
+    def undrafted_s(self) -> float:
         """Seconds of the round without drafting."""
         return self.step_s - self.outcome.draft_s
 
 
-class Ledger(Stats):
+class StatsWithLast(Stats):
     """Engine counters that also store the last round's outcome."""
 
     last: Outcome
@@ -72,28 +72,28 @@ class Ledger(Stats):
 
 
 @dataclass(slots=True)
-class Lane:
+class TimedEngine:
     """An engine with its sequences, new counters, and the total time of its steps."""
 
     engine: Engine
     sequences: Sequence[EngineSequence]
     clock_s: float = 0.0
-    ledger: Ledger = field(default_factory=Ledger)
+    counters: StatsWithLast = field(default_factory=StatsWithLast)
 
     def __post_init__(self) -> None:
-        assert not self.engine.has_work, "a lane's engine must have no other sequences, or they would be timed too"
-        self.engine.stats = self.ledger
+        assert not self.engine.has_work, "the engine must have no other sequences, since they would be timed too"
+        self.engine.stats = self.counters
         for sequence in self.sequences:
             self.engine.submit(sequence)
 
-    def step(self, clock: Clock) -> Timed:
+    def step(self, clock: Clock) -> TimedRound:
         """Run and time one round."""
         decoder = self.engine.runner.decoder
         num_before, started_s = decoder.num_experts_read, clock()
         deltas = self.engine.step()
         step_s = clock() - started_s
         self.clock_s += step_s
-        return Timed(deltas, self.ledger.last, step_s, decoder.num_experts_read - num_before)
+        return TimedRound(deltas, self.counters.last, step_s, decoder.num_experts_read - num_before)
 
     def clear(self) -> None:
         """Cancel unfinished requests."""
@@ -102,7 +102,7 @@ class Lane:
 
 
 @dataclass(slots=True)
-class Pace:
+class RoundTotals:
     """Totals of rounds. `stats` and `num_decoded` exclude rounds with prefill."""
 
     stats: Stats = field(default_factory=Stats)
@@ -141,10 +141,10 @@ class Pace:
 class BenchRun:
     """The measurements of one repetition of a cell.
 
-    `decode_s` and the counts up to `accepted_at_depth` exclude rounds with prefill; `num_tokens` and `total_s` are of
-    all rounds. `full_pass_s` and `full_draft_s` are medians over full rounds (every place of the batch taken, and
-    drafted to the full depth); None if there are none. `answers`: hashes of each request's tokens; `num_distinct` of
-    their `num_ngrams` 8-grams are distinct within their answer.
+    `decode_s` and the counts up to `accepted_at_depth` exclude rounds with prefill; `num_tokens` and `total_s` include
+    all rounds. `full_pass_s` and `full_draft_s` are medians over full rounds, in which the batch is full and every
+    sequence is drafted to the full depth; None if there are none. `answers`: hashes of each request's tokens;
+    `num_distinct` of their `num_ngrams` 8-grams are distinct within their answer.
     """
 
     depth: int
@@ -170,8 +170,8 @@ class BenchRun:
     peak_bytes: int | None
     num_rounds_by_arm: tuple[tuple[str, int], ...] = ()  # rounds of sequences by drafter of a mix
     full_experts: float | None = None  # mean number per layer in a full round
-    expected_experts: float | None = None  # the same for uniform, independent choices
-    num_busy: float | None = None  # cores that other programs used meanwhile; None if unknown
+    expected_experts: float | None = None  # this number for uniform, independent choices
+    num_busy: float | None = None  # cores that other programs used during the run; None if unknown
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> BenchRun:
@@ -180,31 +180,29 @@ class BenchRun:
 
 
 @dataclass(slots=True)
-class Tape:
-    """Collects the rounds of a run; in a full round every sequence has `num_guesses` drafted tokens."""
+class RunLog:
+    """Collects the rounds of a run; in a full round every sequence has `num_drafted` draft tokens."""
 
     batch: int
-    num_guesses: int
-    arms: Sequence[str] = ()
-    pace: Pace = field(default_factory=Pace)
-    first_s: dict[int, float] = field(
-        default_factory=dict
-    )  # time to the first token by sequence, since its wave started
-    full: list[Timed] = field(default_factory=list)
+    num_drafted: int
+    drafters: Sequence[str] = ()
+    totals: RoundTotals = field(default_factory=RoundTotals)
+    first_s: dict[int, float] = field(default_factory=dict)  # by sequence: from its wave's start to its first token
+    full: list[TimedRound] = field(default_factory=list)
     experts: ExpertsConfig | None = None
 
-    def add(self, timed: Timed, clock_s: float) -> None:
+    def add(self, timed: TimedRound, clock_s: float) -> None:
         """Add a round; `clock_s`: the time since its wave started."""
-        self.pace.count(timed.outcome, timed.step_s)
+        self.totals.count(timed.outcome, timed.step_s)
         for delta in timed.deltas:
             self.first_s.setdefault(delta.seq_id, clock_s)
         drafted = [row.num_drafted for row in timed.outcome.rows]
-        if not timed.outcome.num_prompt_tokens and drafted == [self.num_guesses] * self.batch:
+        if not timed.outcome.num_prompt_tokens and drafted == [self.num_drafted] * self.batch:
             self.full.append(timed)
 
     def run(self, turn: Turn, answers: Sequence[Sequence[int]], peak_bytes: int | None) -> BenchRun:
-        """The measurements of the whole run."""
-        pace, stats, experts = self.pace, self.pace.stats, self.experts if self.full else None
+        """The measurements of the entire run."""
+        totals, stats, experts = self.totals, self.totals.stats, self.experts if self.full else None
         full = [each.outcome for each in self.full]
         grams = [[tuple(a[i : i + NGRAM]) for i in range(len(a) - NGRAM + 1)] for a in answers]
         return BenchRun(
@@ -212,9 +210,9 @@ class Tape:
             repetition=turn.repetition,
             first_s=statistics.median(self.first_s.values()),
             num_tokens=sum(map(len, answers)),
-            total_s=pace.total_s,
-            num_decoded=pace.num_decoded,
-            decode_s=pace.decode_s,
+            total_s=totals.total_s,
+            num_decoded=totals.num_decoded,
+            decode_s=totals.decode_s,
             num_passes=stats.num_passes,
             pass_s=stats.pass_s,
             draft_pass_s=stats.draft_pass_s,
@@ -224,7 +222,7 @@ class Tape:
             offered_at_depth=tuple(stats.offered_at_depth),
             accepted_at_depth=tuple(stats.accepted_at_depth),
             num_rounds_by_arm=tuple(
-                (self.arms[arm], counts.num_rounds) for arm, counts in sorted(stats.drafters.items())
+                (self.drafters[i], counts.num_rounds) for i, counts in sorted(stats.drafters.items())
             ),
             full_pass_s=statistics.median(each.pass_s for each in full) if full else None,
             full_draft_s=statistics.median(each.draft_s for each in full) if full else None,
@@ -233,7 +231,7 @@ class Tape:
             else statistics.fmean(each.num_experts for each in self.full) / len(experts.layers),
             expected_experts=None
             if experts is None
-            else expected_distinct(experts.count, experts.active, self.batch * (1 + self.num_guesses)),
+            else expected_distinct(experts.count, experts.active, self.batch * (1 + self.num_drafted)),
             num_ngrams=sum(map(len, grams)),
             num_distinct=sum(len(set(each)) for each in grams),
             answers=tuple(hash_of(answer) for answer in answers),
@@ -242,12 +240,12 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class BenchSetup:
     """An idle LLM, the workloads to run on it, and the speculation of requests by depth.
 
-    With `refills`, a prompt starts as soon as another one ends, instead of wave by wave. `drafter` replaces the LLM's;
-    engines start with a copy of `controller`, or of the LLM's. Requests may generate `num_spare` tokens more than an
-    answer has.
+    With `refills`, a prompt starts as soon as another one ends, instead of wave by wave. `drafter` replaces the LLM's
+    drafter; engines start with a copy of `controller`, or of the LLM's controller. Requests may generate `num_spare`
+    tokens more than an answer has.
     """
 
     llm: LLM
@@ -265,42 +263,50 @@ class Stage:
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """Run one repetition: every prompt of the workload at least once, `group.batch` at a time."""
         own_peak, neighbours = forget_peak_rss(), Neighbours()
-        tape, sequences = self.tape(group, turn.depth), list[EngineSequence]()
+        run_log, sequences = self.new_log(group, turn.depth), list[EngineSequence]()
         turns = list(waves(len(self.workloads[group.workload].items), group.batch))
         for numbers in [range(turns[-1].stop)] if self.refills else turns:
-            sequences += self.wave(group, turn.depth, numbers, tape, tenant=repr((group, turn)))
+            sequences += self.wave(group, turn.depth, numbers, run_log, tenant=repr((group, turn)))
         answers = [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
-        run = tape.run(turn, answers, peak_rss_bytes() if own_peak else None)
+        run = run_log.run(turn, answers, peak_rss_bytes() if own_peak else None)
         return replace(run, num_busy=neighbours.num_busy())
 
     def warm_up(self, group: Group, depths: Sequence[int]) -> None:
         """Run a few untimed rounds at every depth, so that kernels are compiled."""
         for depth in depths:
-            self.wave(group, depth, range(group.batch), self.tape(group, depth), WARMUP_TOKENS)
+            self.wave(group, depth, range(group.batch), self.new_log(group, depth), WARMUP_TOKENS)
 
-    def tape(self, group: Group, depth: int) -> Tape:
-        """An empty tape for a run at this depth."""
+    def new_log(self, group: Group, depth: int) -> RunLog:
+        """An empty log for a run at this depth."""
         experts = self.llm.engine.runner.decoder.config.experts
-        return Tape(group.batch, Budget.of(self.speculation(depth)).nodes, self.llm.drafter_names, experts=experts)
+        return RunLog(group.batch, Budget.of(self.speculation(depth)).nodes, self.llm.drafter_names, experts=experts)
 
     def wave(
-        self, group: Group, depth: int, numbers: Sequence[int], tape: Tape, most: int | None = None, tenant: str = ""
+        self,
+        group: Group,
+        depth: int,
+        numbers: Sequence[int],
+        run_log: RunLog,
+        most: int | None = None,
+        tenant: str = "",
     ) -> Sequence[EngineSequence]:
-        """Run the requests of these numbers to their ends, at most `most` tokens each."""
-        lane = self.lane(group, depth, numbers, most, tenant)
+        """Run the requests with these numbers to their ends, with at most `most` tokens each."""
+        timed_engine = self.new_engine(group, depth, numbers, most, tenant)
         try:
-            while lane.engine.has_work:
-                timed = lane.step(self.clock)
-                tape.add(timed, lane.clock_s)
+            while timed_engine.engine.has_work:
+                timed = timed_engine.step(self.clock)
+                run_log.add(timed, timed_engine.clock_s)
         finally:
-            lane.clear()
-        return lane.sequences
+            timed_engine.clear()
+        return timed_engine.sequences
 
-    def lane(self, group: Group, depth: int, numbers: Sequence[int], most: int | None = None, tenant: str = "") -> Lane:
-        """Requests of these numbers in a new engine over the LLM's weights and cache.
+    def new_engine(
+        self, group: Group, depth: int, numbers: Sequence[int], most: int | None = None, tenant: str = ""
+    ) -> TimedEngine:
+        """Requests with these numbers in a new engine on the LLM's weights and cache.
 
-        Plain decoding (depth 0) has no drafter at all. Each repetition has its own `tenant`, so that drafters cannot
-        learn from earlier answers to the same prompts. Controllers persist from lane to lane of a cell.
+        Plain decoding (depth 0) has no drafter. Each repetition has a different `tenant`, so that drafters cannot use
+        earlier answers to the same prompts. All engines of a cell share one controller.
         """
         items = self.workloads[group.workload].items
         recorded, sequences, speculation = dict[int, list[int]](), list[EngineSequence](), self.speculation(depth)
@@ -327,7 +333,7 @@ class Stage:
             draws=partial(Recorded, texts=recorded) if recorded else Draws,
             kernels=self.llm.engine.kernels,
         )
-        return Lane(engine, sequences)
+        return TimedEngine(engine, sequences)
 
 
 def as_tuple(value: Any) -> Any:

@@ -19,7 +19,7 @@ from forerun.device import is_cpu
 from forerun.machine import disturbance, disturbs
 from forerun.report import Cell, FigureTable, Section, card, counted, fact_table
 
-COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "guesses\nkept", "v(k)")
+COLUMNS = ("depth", "tokens\n/s", "speed-up", "quartiles", "tokens\n/round", "accepted", "v(k)")
 MORE_COLUMNS = ("pre-\ndicted", "engine\nms", "first\nms")
 MOST_SHOWN = 3
 DISTURBED = "disturbed"  # shown instead of quartiles
@@ -72,18 +72,18 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
     deepest = figures.cells[-1]
     if deepest.acceptance_at_depth:
         rates = " ".join(f"{rate:.2f}" for rate in deepest.acceptance_at_depth)
-        yield Text(f"kept at depth 1, 2, …: {rates}", "dim")
+        yield Text(f"accepted at depth 1, 2, …: {rates}", "dim")
     yield from choices(figures)
     if note := disturbance(max((cell.num_busy or 0.0 for cell in figures.cells), default=None)):
         yield Text(note, "red")
     if read := [cell for cell in figures.cells if cell.experts and cell.expected_experts]:
         each = (f"{number(c.experts, '.1f')} ({c.expected_experts:.1f}) at depth {depth_name(c.depth)}" for c in read)
-        yield Text(f"experts that a layer reads in a pass (if tokens chose by chance): {', '.join(each)}", "dim")
+        yield Text(f"experts read per layer and pass (expected for random choices): {', '.join(each)}", "dim")
     if figures.distinct_ngrams is not None:
         yield Text(f"{figures.distinct_ngrams:.0%} of the 8-grams in the answers are distinct", "dim")
     if (share := report.limit_share(figures)) is not None:
-        took = f"{1000 * (figures.plain_pass_s or 0):.1f} ms"
-        yield Text(f"a plain pass takes {took}; reading its weights alone would take {share:.0%} of that", "dim")
+        pass_time = f"{1000 * (figures.plain_pass_s or 0):.1f} ms"
+        yield Text(f"a plain pass takes {pass_time}; reading its weights alone would take {share:.0%} of that", "dim")
     if figures.same_tokens:
         yield Text("same tokens: yes")
     else:
@@ -96,14 +96,14 @@ def group_lines(report: BenchReport, figures: GroupFigures) -> Iterator[Text]:
 def choices(figures: GroupFigures) -> Iterator[Text]:
     """The controller's choices: the mean depth with depth auto, and the drafters of a mix."""
     for cell in figures.cells:
-        sentences = []
+        phrases = []
         if cell.depth == CHOSEN and cell.guesses_per_round is not None:
-            sentences.append(f"{cell.guesses_per_round:.2f} guesses per round")
-        if in_all := sum(cell.num_rounds_by_arm.values()):
-            shares = (f"{arm} {num / in_all:.0%}" for arm, num in cell.num_rounds_by_arm.items())
-            sentences.append("drafted by " + ", ".join(shares))
-        if sentences:
-            yield Text(f"depth {depth_name(cell.depth)}: {'; '.join(sentences)}", "dim")
+            phrases.append(f"{cell.guesses_per_round:.2f} draft tokens per round")
+        if total := sum(cell.num_rounds_by_arm.values()):
+            shares = (f"{drafter} {num / total:.0%}" for drafter, num in cell.num_rounds_by_arm.items())
+            phrases.append("drafted by " + ", ".join(shares))
+        if phrases:
+            yield Text(f"depth {depth_name(cell.depth)}: {'; '.join(phrases)}", "dim")
 
 
 def facts_of(report: BenchReport) -> Iterator[tuple[str, str]]:
@@ -120,9 +120,9 @@ def facts_of(report: BenchReport) -> Iterator[tuple[str, str]]:
     if report.peak_bytes is not None:
         yield "peak memory" if is_cpu(report.placement.device) else "host memory", size(report.peak_bytes)
     if tree := settings.get("tree"):
-        yield "guesses", f"trees of one shape, of {len(tree['paths'])} guesses, cut to each depth"
-    how = f"{medians(settings['repeats'])}, depths by turns"
-    yield "runs", f"{how}; answers of {settings['num_tokens']} tokens where they are not replayed"
+        yield "drafts", f"trees of one shape with {len(tree['paths'])} nodes, cut to each depth"
+    repetitions = f"{medians(settings['repeats'])}, depths alternating"
+    yield "runs", f"{repetitions}; answers of {settings['num_tokens']} tokens unless replayed"
 
 
 def machine_line(machine: Mapping[str, Any], kernels: str) -> str:
@@ -131,7 +131,7 @@ def machine_line(machine: Mapping[str, Any], kernels: str) -> str:
 
 
 def medians(repeats: int) -> str:
-    """The number of repetitions in words."""
+    """The number of repetitions as a phrase."""
     return f"medians of {counted(repeats, 'repetition')}"
 
 
@@ -140,9 +140,9 @@ def verdict(report: BenchReport) -> Text:
     if report.same_tokens:
         return Text("Every depth gave the same tokens as plain decoding.", "bold green")
     if not report.placement.same_bits:
-        line = "Tokens differ from plain decoding's. On a GPU they may, where two are nearly as likely"
-        return Text(f"{line}: with --one-gemm they must not.", "bold yellow")
-    return Text("FAULT: tokens differ from plain decoding's. That must not be: please report it.", "bold red")
+        line = "Tokens differ from plain decoding. On a GPU this is possible at near ties; with --one-gemm it is not."
+        return Text(line, "bold yellow")
+    return Text("FAULT: tokens differ from plain decoding. This must not happen: please report it.", "bold red")
 
 
 def picture(report: BenchReport) -> str:
@@ -154,7 +154,7 @@ def picture(report: BenchReport) -> str:
     rows = [
         (
             panel(report, name, lambda cell: cell.speed_up, "speed-up over plain decoding"),
-            panel(report, name, lambda cell: cell.pass_ratio, "v(k), a pass against a plain one"),
+            panel(report, name, lambda cell: cell.pass_ratio, "v(k), pass time over a plain pass"),
         )
         for name in names
     ]

@@ -107,7 +107,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         from forerun.progress import LoadingBar
         from forerun.prove.proof import prove as run
         from forerun.prove.show import proof_card
-        from forerun.prove.workload import ProofPace, ProofWorkload, spoken
+        from forerun.prove.workload import ProofPace, ProofWorkload, rounded_duration
     workload = ProofWorkload(
         num_prompts=options.num_prompts,
         max_tokens=options.max_tokens,
@@ -133,7 +133,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         pace = ProofPace.of(llm, prompts[0], workload.shapes[0])
         if bar.is_shown:
             bar.stop()
-            show_note(f"This takes about {spoken(pace.total_s(workload))} here.")
+            show_note(f"This takes about {rounded_duration(pace.total_s(workload))} here.")
         report = run(llm, prompts, workload, bar)
     result.write(report.as_object(), proof_card(report))
     raise typer.Exit(0 if report.holds else 1)

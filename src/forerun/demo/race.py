@@ -1,8 +1,8 @@
-"""Races: a prompt answered by plain and by drafted decoding with the same weights, each with its own clock.
+"""Races: a prompt answered by plain and by speculative decoding with the same weights, each with a separate clock.
 
-The side whose steps have taken less time so far runs next, so the sides never compute at the same time, and on the
-screen they advance as if each had the machine to itself. Decoding speeds are compared, without prefill. A comparison
-runs several races within a time limit, by limiting the length of answers.
+The next step is always that of the side whose steps have taken less time in total. So the sides never compute at the
+same time, and on the screen they advance as if each had the machine to itself. Decoding speeds are compared, without
+prefill. A comparison runs several races within a time limit, by limiting the length of answers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import over
-from forerun.bench.run import Clock, Lane, Pace, Timed
+from forerun.bench.run import Clock, RoundTotals, TimedEngine, TimedRound
 from forerun.cache.plan import size
 from forerun.demo.material import DemoPrompt
 from forerun.draft.base import Drafter
@@ -30,7 +30,7 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 
 LEAST_TOKENS = 8  # minimum length of an answer
-WARMUP_READ, WARMUP_TOKENS = 32, 8  # tokens of the prompt, tokens of the answer
+WARMUP_PROMPT, WARMUP_TOKENS = 32, 8  # tokens of the prompt and of the answer
 
 
 class Side(StrEnum):
@@ -41,44 +41,44 @@ class Side(StrEnum):
 
 
 class RaceSetup:
-    """An LLM with two engines on its weights: the LLM's own, which drafts, and a plain one."""
+    """An LLM with two engines on its weights: the LLM's engine, which drafts, and a plain one."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.plain = engine_beside(llm, None)
+        self.plain = second_engine(llm, None)
         self.tenants = itertools.count()
 
     def race(
         self, prompt: str | Sequence[int], params: SamplingParams, clock: Clock = time.perf_counter
-    ) -> Iterator[tuple[Side, Timed]]:
-        """Run a race; yields each round with its side. Closing the generator cancels both.
+    ) -> Iterator[tuple[Side, TimedRound]]:
+        """Run a race; yields each round with its side. Closing the generator cancels both sides.
 
-        Each race has its own tenant, so that drafters cannot learn from earlier answers.
+        Each race has a different tenant, so that drafters cannot use earlier answers.
         """
-        ways = {Side.PLAIN: (self.plain, False), Side.SPECULATIVE: (self.llm.engine, None)}
+        engines = {Side.PLAIN: (self.plain, False), Side.SPECULATIVE: (self.llm.engine, None)}
         tenant = str(next(self.tenants))
-        lanes = {
-            side: Lane(engine, self.llm.requests.sequences(Request.of(prompt, params, speculation, tenant)))
-            for side, (engine, speculation) in ways.items()
+        engines_by_side = {
+            side: TimedEngine(engine, self.llm.requests.sequences(Request.of(prompt, params, speculation, tenant)))
+            for side, (engine, speculation) in engines.items()
         }
         try:
-            while running := [side for side, lane in lanes.items() if lane.engine.has_work]:
-                side = min(running, key=lambda side: lanes[side].clock_s)
-                yield side, lanes[side].step(clock)
+            while running := [side for side, timed in engines_by_side.items() if timed.engine.has_work]:
+                side = min(running, key=lambda side: engines_by_side[side].clock_s)
+                yield side, engines_by_side[side].step(clock)
         finally:
-            for lane in lanes.values():
-                lane.clear()
+            for timed in engines_by_side.values():
+                timed.clear()
 
 
-def engine_beside(llm: LLM, drafter: Drafter | None) -> Engine:
-    """Another engine on an LLM's weights, with its own cache."""
+def second_engine(llm: LLM, drafter: Drafter | None) -> Engine:
+    """Another engine on an LLM's weights, with a separate cache."""
     engine = llm.engine
     runner = type(engine.runner).of(engine.runner.decoder, llm.plan.cache_tokens)
     return Engine(runner, drafter, options=engine.options, num_ids=engine.num_ids, kernels=engine.kernels)
 
 
 @dataclass(slots=True)
-class Tally(Pace):
+class Tally(RoundTotals):
     """The totals of one side's rounds, in one race or many, and its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Score:
     plain: Tally = field(default_factory=Tally)
     speculative: Tally = field(default_factory=Tally)
 
-    def add(self, side: Side, step: Timed) -> None:
+    def add(self, side: Side, step: TimedRound) -> None:
         """Add a round of one side."""
         tally = self.of(side)
         tally.token_ids += (token for delta in step.deltas for token in delta.token_ids)
@@ -131,23 +131,24 @@ class Score:
 
     @property
     def verdict(self) -> str:
-        """A sentence: whether speculation pays on this machine."""
+        """A sentence: whether speculation is faster on this machine."""
         if not self.speed_up:
-            return "There is too little text to compare speeds."
+            return "The answers are too short to compare speeds."
         plain, speculative = self.plain.tokens_per_s, self.speculative.tokens_per_s
-        speeds = f"{self.speed_up:.2f} times as fast, {speculative:.1f} instead of {plain:.1f} tokens/s"
-        return f"Speculation {'pays' if self.pays else 'does not pay'} on this machine with these models: {speeds}."
+        result = "is faster than" if self.pays else "is not faster than"
+        speeds = f"×{self.speed_up:.2f}, {speculative:.1f} instead of {plain:.1f} tokens/s"
+        return f"Speculative decoding {result} plain decoding on this machine with these models: {speeds}."
 
     @property
     def costs(self) -> str:
-        """The cost of a drafted round and its tokens, in words."""
+        """The cost of a drafted round and its tokens, as a phrase."""
         stats, drafted = self.speculative.stats, self.speculative
         tokens = 1 + (over(stats.num_drafted, stats.num_rounds) or 0.0)
         times, share = over(drafted.pass_s, self.plain.pass_s) or 0.0, over(stats.draft_s, drafted.decode_s) or 0.0
         return (
             f"a pass over {tokens:.1f} tokens takes {times:.2f} times as long as over one, "
-            f"the drafter {share:.0%} of the time; "
-            f"a round gives {stats.tokens_per_round or 0:.2f} tokens"
+            f"drafting takes {share:.0%} of the time; "
+            f"a round yields {stats.tokens_per_round or 0:.2f} tokens"
         )
 
     def as_object(self) -> dict[str, Any]:
@@ -199,17 +200,17 @@ class Comparison:
     def warm_up(self, prompt: DemoPrompt, progress: ProgressCallback = lambda _what, _done: None) -> None:
         """Run a few rounds of both engines, which compile kernels and measure the machine's speed."""
         progress("warming up", 0.0)
-        tokens = prompt.tokens(self.setup.llm)[:WARMUP_READ]
+        tokens = prompt.tokens(self.setup.llm)[:WARMUP_PROMPT]
         params = SamplingParams(temperature=0.0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
         for step in self.setup.race(tokens, params, self.clock):
             self.seen.add(*step)
 
     def race(
-        self, prompt: DemoPrompt, temperature: float, num_left: int, show: Callable[[Side, Timed, Score], None]
+        self, prompt: DemoPrompt, temperature: float, num_left: int, show: Callable[[Side, TimedRound, Score], None]
     ) -> PromptScore:
         """Run one race with an equal share of the time for `num_left` races; `show` is called with each round.
 
-        A later turn of a chat is added to the score of the turns before it.
+        A later turn of a chat is added to the score of the earlier turns.
         """
         tokens = prompt.tokens(self.setup.llm)
         share_s = (self.deadline_s - self.clock()) / num_left
@@ -241,19 +242,19 @@ class Comparison:
         return any(race.num_tokens < self.max_tokens for race in self.races)
 
     def facts(self, num_races: int) -> list[tuple[str, str]]:
-        """(name, value) facts besides the figures."""
+        """(name, value) facts for the card."""
         llm, num_threads = self.setup.llm, torch.get_num_threads()
         machine = f"{counted(num_threads, 'thread')}, {llm.kernels}, {llm.format}"
         lines = [("processor", processor()), ("machine", machine), ("seed", str(self.seed))]
         if llm.measured:
-            lines.append(("computed by", llm.measured))
+            lines.append(("kernels", llm.measured))
         if peak := peak_rss_bytes():
             lines.append(("peak memory", size(peak)))
         if self.shortened:
             lengths = ", ".join(str(race.num_tokens) for race in self.races)
-            lines.append(("to be over in time", f"answers of at most {lengths} tokens instead of {self.max_tokens}"))
+            lines.append(("time limit", f"answers have at most {lengths} tokens instead of {self.max_tokens}"))
         if num_left := num_races - len(self.races):
-            lines.append(("left out", f"{num_left} of {num_races} answers: this machine is too slow, or busy"))
+            lines.append(("omitted", f"{num_left} of {num_races} answers: this machine is too slow, or busy"))
         return lines
 
     def as_object(self, title: str) -> dict[str, object]:

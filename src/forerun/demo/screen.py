@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.accept.commit import Origin
-from forerun.bench.run import Timed
+from forerun.bench.run import TimedRound
 from forerun.card import STYLES
 from forerun.demo.race import PromptScore, Score, Side, Tally
 from forerun.report import FigureTable, card, fact_table
@@ -24,11 +24,11 @@ LEAST_WIDTH, LEAST_HEIGHT = 60, 14  # minimum terminal size for panels
 MOST_LINES = 20
 PROMPT_LINES = 6
 FRAME_S = 0.05
-NAMES = {Origin.DRAFTED: "guessed, accepted", Origin.RECOVERED: "guess rejected: recovered", Origin.BONUS: "bonus"}
+NAMES = {Origin.DRAFTED: "drafted and accepted", Origin.RECOVERED: "recovered after a rejection", Origin.BONUS: "bonus"}
 
 
 def view_of(console: Console, raw: bool, heading: str, prompt: str) -> FinalAnswers:
-    """Panels on a large enough colour terminal, otherwise a transcript."""
+    """Panels if the terminal has colours and is large enough, otherwise a transcript."""
     colours = console.is_terminal and console.color_system is not None and not console.no_color
     large = console.width >= LEAST_WIDTH and console.height >= LEAST_HEIGHT
     return Panels(console, heading, prompt) if colours and large and not raw else FinalAnswers(console, heading)
@@ -47,7 +47,7 @@ class FinalAnswers:
         self._print(f"\n{self._heading}")
         return self
 
-    def show(self, side: Side, step: Timed, score: Score) -> None:
+    def show(self, side: Side, step: TimedRound, score: Score) -> None:
         """Add a round of a side."""
         for segment in (segment for delta in step.deltas for segment in delta.segments):
             self._texts[side].append(segment.text, STYLES[segment.origin])
@@ -77,7 +77,7 @@ class Panels(FinalAnswers):
         self._live.start(refresh=True)
         return self
 
-    def show(self, side: Side, step: Timed, score: Score) -> None:
+    def show(self, side: Side, step: TimedRound, score: Score) -> None:
         """Add a round of a side; the screen is refreshed every FRAME_S."""
         super().show(side, step, score)
         if time.monotonic() - self._shown_s >= FRAME_S:
@@ -107,7 +107,7 @@ class Panels(FinalAnswers):
 def progress_line(tally: Tally) -> str:
     """A side's tokens, time and speed."""
     if not tally.num_decoded:
-        return "reading the prompt"
+        return "prefilling the prompt"
     return f"{len(tally.token_ids)} tokens, {tally.total_s:.1f} s, {tally.tokens_per_s:.1f} tokens/s"
 
 
@@ -123,7 +123,7 @@ def short(race: PromptScore) -> str:
 
 
 def same(score: Score) -> str:
-    """Whether both sides gave the same tokens, in words."""
+    """Whether both sides gave the same tokens, as a word."""
     return "yes" if score.same_tokens else "NO"
 
 
@@ -144,18 +144,18 @@ def demo_card(
 
 
 def verdict(races: Sequence[PromptScore], total: Score) -> Iterator[Text]:
-    """Whether speculation pays, where it does not, and whether the tokens are the same."""
+    """Whether speculation is faster, on which prompts it is not, and whether the tokens are the same."""
     yield Text(total.verdict, "bold green" if total.pays else "bold yellow")
     if total.speed_up and not total.pays:
         yield Text(f"A round: {total.costs}.")
     losses = [race for race in races if race.score.speed_up and not race.score.pays]
     if total.pays and losses:
         names = (f"{short(race)} at temperature {race.temperature:g} (×{race.score.speed_up:.2f})" for race in losses)
-        yield Text(f"It does not pay on {', '.join(names)}.")
+        yield Text(f"It is not faster on {', '.join(names)}.")
     if total.same_tokens:
-        yield Text(f"All {len(total.plain.token_ids)} tokens are the same, drafted or not.", "bold")
+        yield Text(f"All {len(total.plain.token_ids)} tokens are the same with both.", "bold")
     else:
-        yield Text("The tokens differ. That must not be: please report it.", "bold red")
+        yield Text("The tokens differ. This must not happen: please report it.", "bold red")
 
 
 def table(races: Sequence[PromptScore], totals: Mapping[float, Score], total: Score) -> FigureTable:
@@ -165,8 +165,8 @@ def table(races: Sequence[PromptScore], totals: Mapping[float, Score], total: Sc
         *("speed-up", "tokens\nper round", "same\ntokens"),
     )
     lines = [row(short(race), f"{race.temperature:g}", race.score) for race in races]
-    sums = [row("in all", f"{each:g}", score) for each, score in totals.items() if len(totals) > 1]
-    sums.append(row("in all", "", total))
+    sums = [row("total", f"{each:g}", score) for each, score in totals.items() if len(totals) > 1]
+    sums.append(row("total", "", total))
     styles = [*("" for _ in races), *("bold" for _ in sums)]
     return FigureTable(heads, [*lines, *sums], num_names=2, styles=styles)
 
@@ -187,11 +187,11 @@ def row(name: str, temperature: str, score: Score) -> list[str | Text]:
 def facts(total: Score, about: Sequence[tuple[str, str]]) -> Table:
     """The facts below the table, as two columns."""
     rates = " ".join(f"{rate:.2f}" for rate in total.speculative.stats.acceptance_at_depth)
-    waits = f"{total.plain.total_s:.1f} s plain, {total.speculative.total_s:.1f} s speculative"
-    reads = f"{total.plain.read_s:.1f} s and {total.speculative.read_s:.1f} s of it for reading the prompts"
+    times = f"{total.plain.total_s:.1f} s plain, {total.speculative.total_s:.1f} s speculative"
+    prefill = f"{total.plain.read_s:.1f} s and {total.speculative.read_s:.1f} s of it for prefill"
     known = [
         ("acceptance by depth", rates or "nothing drafted"),
         ("a drafted round", total.costs),
-        ("time in all", f"{waits}; {reads}"),
+        ("total time", f"{times}; {prefill}"),
     ]
     return fact_table([*known, *about])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-LEVEL = 1e-3  # false alarm rate of a run, over all tests together
+LEVEL = 1e-3  # significance level of a run, over all tests together
 POWER_Z = 1.645  # power of 95 %
 
 

@@ -1,7 +1,7 @@
 """Equality: with and without speculation, the same seeds must give the same tokens and log-probabilities.
 
 Every drafted run is compared with one plain run per temperature, which runs one request at a time. At the first
-difference of two answers it is determined whether rounding can explain it.
+difference between two answers, the file determines whether rounding can explain it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ChosenToken:
 class Divergence:
     """The first difference of a drafted answer from the plain one; `position` counts new tokens from 0.
 
-    `gap`: by how much the plain run preferred its own token, in logits, including the sampling noise; None if an answer
-    had ended or could not choose the other's token. `drift`: the largest difference of log-probabilities before this
-    position, and `drift_from` where it starts: None if they are bit-equal. If only log-probabilities differ, both
-    tokens are the same.
+    `gap`: the difference of the plain run's logits, including the sampling noise, between its token and the other one;
+    None if an answer had ended or could not choose the other's token. `drift`: the largest difference of
+    log-probabilities before this position; `drift_from`: the position where it starts, None if they are bit-equal. If
+    only log-probabilities differ, both tokens are the same. `explained`: whether rounding explains the difference.
     """
 
     request: int
@@ -77,18 +77,18 @@ def find_difference(
 ) -> Divergence | None:
     """The first difference, analysed; None if there is none. Logits within `tolerance` count as equal."""
     pairs = enumerate(zip_longest(plain.token_ids, drafted.token_ids))
-    parting = next((i for i, (one, other) in pairs if one != other), None)
-    both = zip(plain.logprobs[:parting], drafted.logprobs[:parting], strict=True)
+    differs_at = next((i for i, (one, other) in pairs if one != other), None)
+    both = zip(plain.logprobs[:differs_at], drafted.logprobs[:differs_at], strict=True)
     drifts = [abs(one.logprob - other.logprob) for one, other in both]
     drift, drift_from = max(drifts, default=0.0), next((i for i, drift in enumerate(drifts) if drift), None)
-    steady = drift <= 2 * tolerance  # a log-probability is a logit less the logarithm of a sum of logits
-    position = drift_from if parting is None else parting
-    if position is None or (parting is None and steady):
+    is_small = drift <= 2 * tolerance  # a log-probability is a logit minus the log-sum-exp of all logits
+    position = drift_from if differs_at is None else differs_at
+    if position is None or (differs_at is None and is_small):
         return None
     text = request.prompt + plain.token_ids[:position]
     logits = last_logits(llm, [text]).float()
     ours, theirs = (answer.token_ids[position : position + 1] for answer in (plain, drafted))
-    if drift_from is None and theirs:  # nothing differs before: does this position?
+    if drift_from is None and theirs:  # nothing differs before this position: compare it with the drafted run's
         off = drafted.logprobs[position].logprob - float(logits[0].log_softmax(0)[theirs[0]])
         drift_from = position if abs(off) > 2 * tolerance else None
     gap = None
@@ -108,7 +108,7 @@ def find_difference(
         gap=gap if gap is not None and gap < float("inf") else None,
         drift=drift,
         drift_from=drift_from,
-        explained=steady and gap is not None and gap <= tolerance,
+        explained=is_small and gap is not None and gap <= tolerance,
     )
 
 
@@ -121,10 +121,10 @@ def choice(llm: LLM, token: TokenIds, logits: list[float]) -> ChosenToken:
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """The result of `num_runs` drafted runs of `num_requests` requests each, `num_tokens` tokens in all.
+    """The result of `num_runs` drafted runs of `num_requests` requests each, with `num_tokens` tokens in total.
 
-    `rounding_noise`: how much the logits of a position depend on how a text is chunked and batched. On an
-    `exact_backend` it must be 0, and any difference is a fault.
+    `rounding_noise`: how much the logits of a position depend on chunking and batching. On an `exact_backend` it must
+    be 0, and any difference is a fault.
     """
 
     num_runs: int
@@ -183,7 +183,7 @@ def prove_equality(
     if num_drafted == 0:
         raise InvalidRequest(
             "draft",
-            "it drafted nothing on these prompts, so nothing would be proven: give longer prompts or answers,"
+            "it drafted no tokens on these prompts, so nothing would be proven: use longer prompts or answers,"
             " or another drafter",
         )
     return Equality(

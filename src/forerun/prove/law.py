@@ -1,7 +1,7 @@
-"""A chi-square test of the law that `token` and `block` verification emit against the target's own.
+"""A chi-square test of the law of tokens under `token` and `block` verification against the target's law.
 
 This file decides which contexts are tested, how the engine samples texts in them, and what is reported. The exact law
-comes from plain passes over enumerated prefixes of texts; the cells are chosen from it before sampling.
+is computed by plain passes over enumerated prefixes of texts; the cells are chosen from it before sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.prove.workload import ProofWorkload, engine_as
 from forerun.sampling.params import MOST_SAMPLES, SamplingParams
 
 TOP_K = 8
-TEMPERATURES = (1.0, 1.5, 2.0)  # the first one at which texts vary enough is used
+TEMPERATURES = (1.0, 1.5, 2.0)  # the lowest one at which texts vary enough is used
 ENOUGH_CELLS = 16
 OPENING_TOKENS = 24
 SEED_STEP = 2**32  # between the requests of one test; tests have consecutive seeds
@@ -56,7 +56,7 @@ class Opening:
     cells: Cells
 
     def params(self, num_texts: int, seed: int) -> list[SamplingParams]:
-        """Parameters for `num_texts` texts: the fixed token, the counted ones, and one more that drafts can reach."""
+        """Parameters for `num_texts` texts: the fixed token, the counted ones, and one more that can be drafted."""
         params = SamplingParams(
             temperature=self.temperature,
             top_k=TOP_K,
@@ -69,10 +69,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class LawResult:
-    """One test: `num_texts` texts sampled under a rule, their first `num_tokens` drafted tokens against the exact law.
+    """One test: the first `num_tokens` tokens of `num_texts` texts, sampled under a rule, against the exact law.
 
     `p_value` is 0 if a text of probability 0 was sampled; `adjusted_p` is corrected for the number of tests.
-    Probabilities with a relative error of `smallest_bias` (root mean square) would have been found in 95 of 100 runs.
+    Probabilities with a relative error of `smallest_bias` (root mean square) would be detected in 95 of 100 runs.
     """
 
     verification: Verification
@@ -134,7 +134,7 @@ def prove_law(
         answers = llm.generate(prompts, params, speculation=shape, progress=progress)
     token_ids = [completion.token_ids for answer in answers for completion in answer.outputs]
     cells, texts = opening.cells, [text[1:] for text in token_ids]
-    num_impossible = sum(text[0] != opening.token or cells.impossible(text[1:]) for text in token_ids)
+    num_impossible = sum(text[0] != opening.token or cells.excludes(text[1:]) for text in token_ids)
     tested = cells.test(texts)
     return LawResult(
         verification=rule,
@@ -157,7 +157,7 @@ def prove_law(
 
 
 def choose_openings(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload) -> list[Opening]:
-    """The prompts whose continuations vary most, by their exact law, at the lowest sufficient temperature."""
+    """The prompts whose continuations vary most, according to their law, at the lowest sufficient temperature."""
     best: list[Opening] = []
     for temperature in TEMPERATURES:
         at_this = sorted(openings_at(llm, prompts, workload, temperature), key=num_cells, reverse=True)
@@ -165,10 +165,8 @@ def choose_openings(llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorklo
         if best and num_cells(best[0]) >= ENOUGH_CELLS:
             break
     if not best:
-        message = (
-            f"{workload.num_texts} texts are too few for ten of the same kind: ask for more, or give other prompts"
-        )
-        raise InvalidRequest("num_texts", message)
+        problem = f"of {workload.num_texts} texts, no two prefixes are expected ten times each"
+        raise InvalidRequest("num_texts", f"{problem}: use more texts, or other prompts")
     return best[: workload.num_openings]
 
 

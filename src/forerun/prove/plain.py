@@ -1,4 +1,4 @@
-"""Plain passes of the target: its logits without the engine and drafts, as a reference for the proofs.
+"""Plain passes of the target: its logits without the engine and without drafts, as a reference for the proofs.
 
 It also measures how much logits depend on chunking and batching.
 """
@@ -23,7 +23,7 @@ CHUNKS = (1, 2, 3, 5, 16)
 
 
 def last_logits(llm: LLM, texts: Sequence[TokenIds]) -> Float[Tensor, "texts vocab"]:
-    """The target's logits after each text, every text in one chunk, several per pass."""
+    """The target's logits after each text; every text is prefilled in one chunk, several texts per pass."""
     runner, rows = llm.engine.runner, []
     for group in grouped(texts, min(PASS_TOKENS, runner.cache.num_free_tokens // 2)):
         reads = [Read(next(llm.requests.seq_ids), text, judged=[len(text) - 1]) for text in group]
@@ -33,7 +33,7 @@ def last_logits(llm: LLM, texts: Sequence[TokenIds]) -> Float[Tensor, "texts voc
 
 
 def grouped(texts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]:
-    """Texts in order, in groups of at most `most_tokens` tokens; a longer text is its own group."""
+    """Texts in order, in groups of at most `most_tokens` tokens; a longer text is a group by itself."""
     groups: list[list[TokenIds]] = []
     room = 0
     for text in texts:
@@ -58,7 +58,7 @@ def law_after(
 def scores_after(
     llm: LLM, text: TokenIds, num_prompt: int, params: SamplingParams, logits: Float[Tensor, "1 vocab"]
 ) -> Float[Tensor, " vocab"]:
-    """The scores whose argmax plain decoding takes after a text: transformed logits plus noise, if not greedy."""
+    """The scores whose argmax plain decoding emits after a text: transformed logits, plus noise unless greedy."""
     draws = draws_after(llm, [text], num_prompt, params)
     return draws.scores(logits, draws.roots())[0]
 
@@ -73,19 +73,19 @@ def draws_after(llm: LLM, texts: Sequence[TokenIds], num_prompt: int, params: Sa
 def rounding_noise(llm: LLM, texts: Sequence[TokenIds]) -> float:
     """The largest difference between logits of one position in different batches and chunks: 0 on CPUs.
 
-    Every text is read whole, batched with the others, and in chunks of several sizes.
+    Every text is prefilled in one chunk, in a batch with the others, and in chunks of several sizes.
     """
-    whole = [read_in_chunks(llm, text, len(text)) for text in texts]
-    together = last_logits(llm, texts)
-    worst = max(float((one[-1] - row).abs().max()) for one, row in zip(whole, together, strict=True))
-    for text, logits in zip(texts, whole, strict=True):
+    in_one_chunk = [logits_in_chunks(llm, text, len(text)) for text in texts]
+    batched = last_logits(llm, texts)
+    largest = max(float((one[-1] - row).abs().max()) for one, row in zip(in_one_chunk, batched, strict=True))
+    for text, logits in zip(texts, in_one_chunk, strict=True):
         for chunk in CHUNKS:
-            worst = max(worst, float((read_in_chunks(llm, text, chunk) - logits).abs().max()))
-    return worst
+            largest = max(largest, float((logits_in_chunks(llm, text, chunk) - logits).abs().max()))
+    return largest
 
 
-def read_in_chunks(llm: LLM, text: TokenIds, chunk: int) -> Float[Tensor, "tokens vocab"]:
-    """The logits after every token of a text that is read `chunk` tokens at a time."""
+def logits_in_chunks(llm: LLM, text: TokenIds, chunk: int) -> Float[Tensor, "tokens vocab"]:
+    """The logits after every token of a text that is prefilled `chunk` tokens at a time."""
     runner, seq_id = llm.engine.runner, next(llm.requests.seq_ids)
     chunks = []
     for start in range(0, len(text), chunk):

@@ -25,7 +25,7 @@ def at_line(place: object) -> Iterator[None]:
     except InvalidRequest as error:
         raise InvalidRequest("prompts", f"{place}: {str(error).removeprefix('prompts: ')}") from error
     except TokenizerError as error:
-        raise TokenizerError(f"{place} holds messages, and {error}") from error
+        raise TokenizerError(f"{place} has messages, but {error}") from error
 
 
 def prompt_lines(path: Path, most: int | None = None) -> Iterator[tuple[str, str]]:
@@ -36,7 +36,7 @@ def prompt_lines(path: Path, most: int | None = None) -> Iterator[tuple[str, str
     lines = enumerate(file_lines(path, "prompts"), start=1)
     places = [(f"{path}:{number}", line) for number, line in lines if line.strip()]
     if not places:
-        raise InvalidRequest("prompts", f"{path}: there is no prompt in it: write one a line")
+        raise InvalidRequest("prompts", f"{path}: it contains no prompts: write one per line")
     for place, line in places[:most]:
         with at_line(place):
             text = text_of(line)
@@ -67,7 +67,7 @@ def object_of(line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("prompts", f"not JSON ({error}): write one object a line") from error
+        raise InvalidRequest("prompts", f"not JSON ({error}): write one object per line") from error
     if not isinstance(entry, dict):
         raise InvalidRequest("prompts", f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
     return entry
@@ -77,11 +77,11 @@ def prompt_of(entry: Mapping[str, Any]) -> str:
     """The prompt in a line's object. Raises InvalidRequest without one."""
     name = next((name for name in FIELDS if name in entry), None)
     if name is None:
-        has = ", ".join(entry) or "none"
-        raise InvalidRequest("prompts", f'no field {", ".join(FIELDS)} (it has {has}): add "prompt"')
+        present = ", ".join(entry) or "none"
+        raise InvalidRequest("prompts", f'none of the fields {", ".join(FIELDS)} (only {present}): add "prompt"')
     text = entry[name]
     if name == "turns" and isinstance(text, list) and text:
         text = text[0]
     if not isinstance(text, str) or not text:
-        raise InvalidRequest("prompts", f'"{name}" is {json.dumps(entry[name])[:40]}: it must hold some text')
+        raise InvalidRequest("prompts", f'"{name}" is {json.dumps(entry[name])[:40]}: it must be a non-empty text')
     return text

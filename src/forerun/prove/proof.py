@@ -1,7 +1,7 @@
 """`prove`: runs a workload on a loaded model, and reports what was proven, what was not, and on which machine.
 
-The model and its drafter are loaded once; speculation is switched on and off per request. A report has no times or
-other values that vary between runs, so the same seed gives the same report.
+The model and its drafter are loaded once; speculation is switched on and off per request. A report contains no times or
+other values that vary between runs, so that the same seed gives the same report.
 """
 
 from __future__ import annotations
@@ -71,33 +71,33 @@ class ProofReport:
 
     @property
     def proven(self) -> list[str]:
-        """What this run shows, as sentences."""
+        """What this run proves, as phrases."""
         sentences, e = [], self.equality
         if e.same_tokens:
             same = "the same tokens and log-probabilities" if not e.differences else "the same tokens up to rounding"
-            sentences.append(f"coupled verification gave {same} as plain decoding, for the requests that were run")
+            sentences.append(f"coupled verification gave {same} as plain decoding, for all requests of this test")
         if e.same_logits and e.exact_backend:
-            sentences.append("the target's logits did not depend on how a text is cut and batched, on two of the texts")
+            sentences.append("the target's logits do not depend on chunking and batching, for two of the texts")
         for rule in dict.fromkeys(law.verification for law in self.laws):
             laws = [law for law in self.laws if law.verification == rule]
             if all(law.holds and law.num_drafted for law in laws):
                 least = max(law.smallest_bias for law in laws)
                 sentences.append(
-                    f"{rule} verification emitted the target's law: chances that are off by {least:.0%} or more would"
-                    " have shown in 95 of 100 runs"
+                    f"{rule} verification samples from the target's distribution: probabilities that differ by "
+                    f"{least:.0%} or more would be detected in 95 of 100 runs"
                 )
         return sentences
 
     @property
     def not_proven(self) -> list[str]:
-        """What it leaves open, as sentences."""
-        left = [
-            "other prompts, lengths, sampling parameters, batch sizes and draft shapes: more of them with --thorough",
-            "other machines, versions, weights and number formats: the fingerprint says which these were",
-            "token and block verification beyond the first tokens of a text: a smaller bias needs more texts",
+        """What this run does not prove, as phrases."""
+        phrases = [
+            "other prompts, lengths, sampling parameters, batch sizes and draft shapes: --thorough tests more of them",
+            "other machines, versions, weights and number formats: the fingerprint identifies those of this run",
+            "token and block verification after the first tokens of a text, and smaller biases, which need more texts",
         ]
-        idle = dict.fromkeys(law.verification for law in self.laws if not law.num_drafted)
-        return left + [f"the law of {rule} verification: nothing was guessed in one of its tests" for rule in idle]
+        rules = dict.fromkeys(law.verification for law in self.laws if not law.num_drafted)
+        return phrases + [f"{rule} verification: no tokens were drafted in one of its tests" for rule in rules]
 
     def as_object(self) -> dict[str, Any]:
         """The report as JSON, with null for non-finite numbers."""
@@ -115,14 +115,13 @@ def prove(
 ) -> ProofReport:
     """Prove on this model that speculation does not change its output.
 
-    `llm` has a drafter and no open requests; all three kinds of verification are tested, whatever its own. Each prompt
-    is text or token ids. `progress` is called with "equality" and "law". Raises InvalidRequest if nothing would be
-    proven.
+    `llm` has a drafter and no open requests; all three kinds of verification are tested. Each prompt is text or token
+    ids. `progress` is called with "equality" and "law". Raises InvalidRequest if nothing would be proven.
     """
     workload = workload or ProofWorkload()
     if llm.drafter is None:
         raise InvalidRequest(
-            "draft", "it is missing: without a drafter there is nothing to compare; name one, such as 'ngram'"
+            "draft", "it is missing, and without a drafter nothing can be compared: name one, such as 'ngram'"
         )
     if not prompts:
         raise InvalidRequest("prompts", "the list is empty: give at least one prompt")

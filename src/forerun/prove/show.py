@@ -31,7 +31,7 @@ def facts(report: ProofReport) -> Iterator[tuple[str, Cell]]:
     yield from first_of([difference_lines(each) for each in equality.differences])
     yield "rounding", marked(equality.same_logits, rounding_line(equality))
     for law in report.laws:
-        yield f"law of {law.verification}", marked(law.holds, law_line(law))
+        yield f"{law.verification} verification", marked(law.holds, law_line(law))
     for law in {law.opening: law for law in report.laws}.values():
         yield "", Text(opening_line(law), "dim")
     yield from listed("proven", report.proven)
@@ -42,7 +42,7 @@ def first_of(differences: Sequence[Iterable[str]]) -> Iterator[tuple[str, str]]:
     """The lines of the first differences, and how many more there are."""
     yield from (("", "\n".join(lines)) for lines in differences[:MOST_SHOWN])
     if len(differences) > MOST_SHOWN:
-        yield "", f"and {len(differences) - MOST_SHOWN} more, all of them with --json"
+        yield "", f"and {len(differences) - MOST_SHOWN} more; --json has all of them"
 
 
 def listed(heading: str, sentences: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -53,10 +53,10 @@ def listed(heading: str, sentences: Sequence[str]) -> Iterator[tuple[str, str]]:
 def verdict(report: ProofReport) -> Text:
     """The verdict in one line."""
     if report.holds:
-        return Text("It holds: speculation changed nothing that was looked at.", "bold green")
+        return Text("Passed: speculation changed nothing in these tests.", "bold green")
     if report.equality.same_tokens and all(law.holds for law in report.laws):
-        return Text("FAULT: logits depend on how a text is read here, so that no tokens differed is luck.", "bold red")
-    return Text("FAULT: speculation changed what the model says; the lines marked ✗ say where.", "bold red")
+        return Text("FAULT: logits depend on chunking or batching, so tokens may differ in other runs.", "bold red")
+    return Text("FAULT: speculation changed the output; the lines marked ✗ show where.", "bold red")
 
 
 def marked(holds: bool, line: str) -> Text:
@@ -72,28 +72,29 @@ def place_line(place: Environment) -> str:
 
 def tokens_line(e: Equality) -> str:
     """The result of the comparison with plain decoding."""
-    ran = f"{e.num_runs} runs × {counted(e.num_requests, 'prompt')}, {e.num_tokens:,} tokens"
+    runs = f"{e.num_runs} runs × {counted(e.num_requests, 'prompt')}, {e.num_tokens:,} tokens"
     if not e.differences:
-        return f"{ran}: identical, log-probabilities too; {e.num_accepted:,} of {e.num_drafted:,} guesses accepted"
-    excused = sum(difference.explained for difference in e.differences)
-    return f"{ran}: {len(e.differences)} answers differ" + (f", {excused} of them by rounding" if excused else "")
+        accepted = f"{e.num_accepted:,} of {e.num_drafted:,} draft tokens accepted"
+        return f"{runs}: identical, log-probabilities too; {accepted}"
+    explained = sum(difference.explained for difference in e.differences)
+    return f"{runs}: {len(e.differences)} answers differ" + (f", {explained} of them by rounding" if explained else "")
 
 
 def rounding_line(e: Equality) -> str:
-    """The result of reading the same text in other chunks and batches."""
-    read = "the logits of two texts, read in pieces of other sizes and side by side"
-    return f"{read}: " + (f"up to {e.rounding_noise:.2g} apart" if e.rounding_noise else "identical")
+    """The result of prefilling the same texts in other chunks and batches."""
+    texts = "logits of two texts, in other chunks and batches"
+    return f"{texts}: " + (f"they differ by up to {e.rounding_noise:.2g}" if e.rounding_noise else "identical")
 
 
 def law_line(law: LawResult) -> str:
     """The result of a test of a law."""
     line = (
-        f"{shape_name(law.shape)}: chi-square {law.statistic:.1f} on {law.freedom} degrees of freedom, "
+        f"{shape_name(law.shape)}: chi-square {law.statistic:.1f} with {law.freedom} degrees of freedom, "
         f"p = {law.p_value:.2g}"
     )
     if law.num_impossible:
-        line += f"; {law.num_impossible} texts that the model cannot say"
-    return line if law.num_drafted else f"{line}; but nothing was guessed"
+        line += f"; {law.num_impossible} texts have probability 0"
+    return line if law.num_drafted else f"{line}; but nothing was drafted"
 
 
 def opening_line(law: LawResult) -> str:
@@ -108,23 +109,23 @@ def difference_lines(d: Divergence) -> Iterator[str]:
     """The lines of a difference: position, tokens, explanation."""
     yield (
         f"request {d.request} (seed {d.seed}, temperature {d.temperature:g}, batch {d.batch}, {shape_name(d.shape)}), "
-        f"position {d.position} of the answer, from 0:"
+        f"position {d.position} of the answer, counted from 0:"
     )
     if d.plain == d.drafted:
-        yield f"  the same token, {choice_text(d.plain)}, with another log-probability, off by {d.drift:.2g}"
+        yield f"  the same token, {choice_text(d.plain)}, but its log-probability differs by {d.drift:.2g}"
     else:
         gap = "" if d.gap is None else f", preferred by {d.gap:.3g}"
         yield f"  plain {choice_text(d.plain)}{gap}; drafted {choice_text(d.drafted)}"
     if d.explained:
-        yield "  rounding explains it: the choice was closer than logits are computed here"
+        yield "  explained by rounding: the gap is within the rounding error of logits"
     elif d.drift_from is None:
-        yield "  a fault: up to there all agrees to the bit, so the logits were right and the choice is wrong"
+        yield "  a fault: log-probabilities are bit-equal up to here, so the logits are right and the choice is wrong"
     else:
-        yield f"  a fault: from position {d.drift_from} on the target had read something else (cache or positions)"
+        yield f"  a fault: log-probabilities differ from position {d.drift_from} on (wrong cache or positions)"
 
 
 def choice_text(choice: ChosenToken) -> str:
     """A token, its id and its logit."""
     if choice.token_id is None:
-        return "had ended"
+        return "has ended"
     return f"{choice.text!r} (id {choice.token_id}, logit {choice.logit:.3f})"

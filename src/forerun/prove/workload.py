@@ -17,18 +17,18 @@ from forerun.limits import INT64
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 
-READ_TOKENS, TRIED_TOKENS, TEXT_TOKENS = 24, 8, 4
-TENANT = "estimate"  # so that drafters do not learn from the estimate's answers
+PROMPT_TOKENS, ANSWER_TOKENS, TEXT_TOKENS = 24, 8, 4  # of the runs for the estimate of the duration
+TENANT = "estimate"  # a separate tenant, so that drafters do not use the estimate's answers later
 DRAFTED_SHARE = 0.7  # assumed duration of a drafted run, relative to a plain one
 
 
 @dataclass(frozen=True, slots=True)
 class ProofWorkload:
-    """What `prove` runs.
+    """The requests that `prove` runs.
 
     Equality: `num_prompts` requests of `max_tokens` tokens (prompts are repeated if there are fewer), at every
-    temperature, batch size and draft shape. Law: `num_texts` short texts per rule and shape, after `num_openings` of
-    the prompts.
+    temperature, batch size and draft shape. Law: `num_texts` short texts per rule and shape, after each of
+    `num_openings` prompts.
     """
 
     num_prompts: int = 8
@@ -70,17 +70,17 @@ class ProofWorkload:
 @contextmanager
 def engine_as(engine: Engine, verification: Verification, max_num_seqs: int) -> Iterator[None]:
     """Context in which an idle engine uses this verification and batch size."""
-    assert not engine.has_work, "the rule may not change under a sequence that is being generated"
-    options, room = engine.options, engine.scheduler.max_num_seqs
+    assert not engine.has_work, "the verification rule must not change while a sequence is generated"
+    options, before = engine.options, engine.scheduler.max_num_seqs
     engine.options, engine.scheduler.max_num_seqs = replace(options, verification=verification), max_num_seqs
     try:
         yield
     finally:
-        engine.options, engine.scheduler.max_num_seqs = options, room
+        engine.options, engine.scheduler.max_num_seqs = options, before
 
 
 def shape_name(shape: Speculation) -> str:
-    """A draft shape in words."""
+    """A draft shape as a phrase."""
     return f"chain of {shape.depth}" if shape.width == 1 else f"tree of depth {shape.depth}, width {shape.width}"
 
 
@@ -96,17 +96,17 @@ class ProofPace:
         cls, llm: LLM, prompt: Sequence[int], shape: Speculation, clock: Callable[[], float] = time.perf_counter
     ) -> ProofPace:
         """Measure on the start of a prompt, after an untimed first round."""
-        start, num_texts = list(prompt[:READ_TOKENS]), llm.engine.scheduler.max_num_seqs
+        start, num_texts = list(prompt[:PROMPT_TOKENS]), llm.engine.scheduler.max_num_seqs
         times = []
         for params, speculation in (
             (SamplingParams(seed=0, max_tokens=2, ignore_eos=True), shape),
-            (SamplingParams(seed=0, max_tokens=TRIED_TOKENS, ignore_eos=True), False),
+            (SamplingParams(seed=0, max_tokens=ANSWER_TOKENS, ignore_eos=True), False),
             (SamplingParams(seed=0, max_tokens=TEXT_TOKENS, ignore_eos=True, n=num_texts), shape),
         ):
             started_s = clock()
             llm.generate([start], params, speculation=speculation, tenant=TENANT, use_tqdm=False)
             times.append(clock() - started_s)
-        return cls(times[1] / TRIED_TOKENS, times[2] / num_texts)
+        return cls(times[1] / ANSWER_TOKENS, times[2] / num_texts)
 
     def total_s(self, workload: ProofWorkload) -> float:
         """An estimate of the seconds for a workload."""
@@ -116,8 +116,8 @@ class ProofPace:
         return self.token_s * tokens * runs + self.text_s * texts
 
 
-def spoken(seconds: float) -> str:
-    """A rounded duration in words."""
+def rounded_duration(seconds: float) -> str:
+    """A rounded duration with its unit."""
     if seconds < 90:
         return f"{max(5, 5 * round(seconds / 5))} seconds"
     minutes = round(seconds / 60)

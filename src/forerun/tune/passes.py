@@ -22,7 +22,7 @@ import numpy as np
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.plan import Group
-from forerun.bench.run import Lane, Stage, Timed
+from forerun.bench.run import BenchSetup, TimedEngine, TimedRound
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
@@ -255,7 +255,7 @@ def sizes_at(num_rows: int, depths: Iterable[int]) -> list[int]:
 class PassMeter:
     """Measures rounds with a fixed number of rows; `drafter` selects one of a mix, else None."""
 
-    stage: Stage
+    setup: BenchSetup
     group: Group  # its batch is the number of rows
     drafter: str | None
     deepest: int
@@ -293,25 +293,27 @@ class PassMeter:
     def wave(self, sizes: Sequence[int], number: int) -> int:
         """Measure sizes on one batch of texts until it ends; returns the number of sizes measured."""
         batch = self.group.batch
-        full = FullChains(self.stage.drafter or self.stage.llm.drafter, self.deepest)  # type: ignore[arg-type]
-        lane = self.lane(full, number)
-        sequences, rounds = lane.sequences, list[Timed]()
+        full = FullChains(self.setup.drafter or self.setup.llm.drafter, self.deepest)  # type: ignore[arg-type]
+        timed_engine = self.new_engine(full, number)
+        sequences, rounds = timed_engine.sequences, list[TimedRound]()
         try:
             while any(sequence.unread for sequence in sequences):
-                lane.step(self.stage.clock)
-            self.read_first(lane, full)
+                timed_engine.step(self.setup.clock)
+            self.read_first(timed_engine, full)
             for _ in range(WARM):
-                self.step(lane, full, 0)
+                self.step(timed_engine, full, 0)
             for size in chain.from_iterable((batch, size) for size in sizes):
                 needed = -(-size // batch) + 1  # tokens that must be left in the answer
-                if any(each.room <= needed for each in sequences) or len(lane.engine.sequences) < len(sequences):
+                if any(each.room <= needed for each in sequences) or len(timed_engine.engine.sequences) < len(
+                    sequences
+                ):
                     break
-                rounds.append(self.step(lane, full, size - batch))
+                rounds.append(self.step(timed_engine, full, size - batch))
         finally:
-            lane.clear()
+            timed_engine.clear()
         return max(1, self.learn(rounds))  # a size that does not fit at all is skipped
 
-    def learn(self, rounds: Sequence[Timed]) -> int:
+    def learn(self, rounds: Sequence[TimedRound]) -> int:
         """Record each drafted round's ratio to the neighbouring plain ones; returns the number of drafted rounds."""
         for each in rounds:
             self.shortest_s[each.depth] = min(each.step_s, self.shortest_s.get(each.depth, each.step_s))
@@ -319,29 +321,29 @@ class PassMeter:
             beside_s = statistics.fmean(each.step_s for each in (before, after) if not each.depth)
             self.plain.append(before.step_s)
             seen = self.ratios.setdefault(drafted.outcome.num_tokens, [])
-            seen.append((drafted.depth, drafted.others_s / beside_s, drafted.outcome.draft_s / beside_s))
+            seen.append((drafted.depth, drafted.undrafted_s / beside_s, drafted.outcome.draft_s / beside_s))
         return len(rounds) // 2
 
-    def read_first(self, lane: Lane, full: FullChains) -> None:
+    def read_first(self, timed_engine: TimedEngine, full: FullChains) -> None:
         """Time the first draft of new texts, which includes the drafter's prefill."""
-        num_read = sum(sequence.num_prompt for sequence in lane.sequences)
-        timed = self.step(lane, full, self.group.batch * COARSE_DEPTHS[0])
+        num_read = sum(sequence.num_prompt for sequence in timed_engine.sequences)
+        timed = self.step(timed_engine, full, self.group.batch * COARSE_DEPTHS[0])
         self.reading.append((num_read, timed.outcome.draft_s, timed.depth))
 
-    def step(self, lane: Lane, full: FullChains, num_guesses: int) -> Timed:
+    def step(self, timed_engine: TimedEngine, full: FullChains, num_guesses: int) -> TimedRound:
         """Run one round with `num_guesses` drafted tokens, distributed evenly over the rows."""
-        num_rows = len(lane.sequences)
+        num_rows = len(timed_engine.sequences)
         each, more = divmod(num_guesses, num_rows)
         full.sizes = [each + (row < more) for row in range(num_rows)] if num_guesses else None
         speculation = Speculation(each + (more > 0), drafter=self.drafter)
-        for sequence in lane.sequences:
+        for sequence in timed_engine.sequences:
             sequence.speculation = speculation
-        return lane.step(self.stage.clock)
+        return timed_engine.step(self.setup.clock)
 
-    def lane(self, full: FullChains, number: int) -> Lane:
-        """A lane of new sequences with room for full drafts at the end."""
-        stage = replace(
-            self.stage,
+    def new_engine(self, full: FullChains, number: int) -> TimedEngine:
+        """An engine with new sequences with room for full drafts at the end."""
+        setup = replace(
+            self.setup,
             speculation=lambda depth: Speculation(0),
             controllers={},
             drafter=full,
@@ -350,4 +352,4 @@ class PassMeter:
         )
         first = number * self.group.batch
         numbers = range(first, first + self.group.batch)
-        return stage.lane(self.group, self.deepest, numbers, tenant=f"passes {number}")
+        return setup.new_engine(self.group, self.deepest, numbers, tenant=f"passes {number}")

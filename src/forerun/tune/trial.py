@@ -16,7 +16,7 @@ from forerun.annotations import ProgressCallback
 from forerun.bench.material import Workload
 from forerun.bench.measure import Measurements, draft_fingerprint, load_for
 from forerun.bench.plan import CHOSEN, Group, Selection, Turn
-from forerun.bench.run import BenchRun, Stage, Tape, run_name, waves
+from forerun.bench.run import BenchRun, BenchSetup, RunLog, run_name, waves
 from forerun.config import AUTO, AUTO_DEPTH, Speculation
 from forerun.control.controller import Controller, FixedDepth
 from forerun.draft.base import Drafter
@@ -90,7 +90,7 @@ class Trial:
     report: ProgressCallback
     name: str = ""
     llm: LLM | None = None
-    measuring: Stage | None = None
+    measuring: BenchSetup | None = None
     deadline_s: float = math.inf  # of time.perf_counter
 
     def __post_init__(self) -> None:
@@ -132,10 +132,10 @@ class Trial:
             self.llm.close()
             self.llm, self.measuring = None, None
 
-    def stage(self, controller: Controller | None = None, drafter: Drafter | None = None, name: str = "") -> Stage:
-        """A stage whose engines start with a copy of this controller, or of the LLM's own."""
+    def setup(self, controller: Controller | None = None, drafter: Drafter | None = None, name: str = "") -> BenchSetup:
+        """A setup whose engines start with a copy of this controller, or of the LLM's own."""
         texts = self.workload
-        return Stage(
+        return BenchSetup(
             self.loaded(),
             {texts.name: texts},
             self.selection.num_tokens,
@@ -146,10 +146,10 @@ class Trial:
             controller=controller,
         )
 
-    def running(self) -> Stage:
-        """The stage of all measured runs; its controllers start as the LLM's own and persist between runs."""
+    def running(self) -> BenchSetup:
+        """The setup of all measured runs; its controllers start as the LLM's own and persist between runs."""
         if self.measuring is None:
-            self.measuring = self.stage()
+            self.measuring = self.setup()
         return self.measuring
 
     def memory(self) -> DrafterMemory:
@@ -192,10 +192,10 @@ class Trial:
             drafter = self.loaded().drafter
             assert drafter is not None, "a candidate drafts"
             pilot, together = PilotDrafter(drafter), replace(group, batch=batch)
-            stage = self.stage(FixedDepth(), pilot, drafter_name)
-            tape, tenant = Tape(batch, PILOT_DEPTH), f"pilot {together} {drafter_name}"
+            setup = self.setup(FixedDepth(), pilot, drafter_name)
+            run_log, tenant = RunLog(batch, PILOT_DEPTH), f"pilot {together} {drafter_name}"
             rounds = []
-            for sequence in stage.wave(together, PILOT_DEPTH, range(num_texts), tape, tenant=tenant):
+            for sequence in setup.wave(together, PILOT_DEPTH, range(num_texts), run_log, tenant=tenant):
                 prompt = sequence.num_prompt
                 answer = sequence.tokens[prompt:]
                 rounds.append([prompt, len(answer), pilot.places(sequence.id, prompt, answer, PILOT_DEPTH)])
@@ -218,7 +218,7 @@ class Trial:
             measured: list[list[Any]] = []
             for num_rows, groups in sizes.items():
                 rows = replace(group, batch=num_rows)
-                meter = PassMeter(self.stage(FixedDepth()), rows, drafter_name or None, PILOT_DEPTH, repeats)
+                meter = PassMeter(self.setup(FixedDepth()), rows, drafter_name or None, PILOT_DEPTH, repeats)
                 measured.append([num_rows, asdict(meter.measure(groups, self.report))])
             return measured
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forerun.bench.material import Passage, Template, Workload, check_lengths, workload_of
-from forerun.bench.measure import Measurements, surroundings
+from forerun.bench.measure import Measurements, environment
 from forerun.bench.plan import Selection
 from forerun.control.forecast import without_advice
 from forerun.models.loading import Blueprint
@@ -73,7 +73,7 @@ def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: 
     template = subject.template
     chat = {"hash": workload.template, "options": dict(template.options), "thinking": template.thinking}
     return {
-        **surroundings(),
+        **environment(),
         "model": {
             "target": target.name,
             "given_as": subject.spec.model,
