@@ -80,7 +80,7 @@ class Options:
 
     questions: Path = option(what=f"the questions. {SOURCE}", required=True)
     model: str = option(
-        str(chat_model.place()),
+        str(chat_model.cached_path()),
         "a GGUF file, a Hugging Face folder or a bundled name (default: the chat model that `make demo` fetches)",
     )
     draft: Sequence[str] = option(None, f"a mode; default: {DRAFTS}", action="append", metavar="DRAFT[@DEPTH]")

@@ -113,10 +113,8 @@ def svg_line(each: Series, points: str) -> str:
     dashes = next((dashes for line, dashes in DASHES.items() if line in each.form), None)
     if dashes is None:
         return ""
-    attributes = f'fill="none" stroke="{each.colour}" stroke-width="1.6"' + f' stroke-dasharray="{dashes}"' * bool(
-        dashes
-    )
-    return f'<polyline {attributes} points="{points}"/>'
+    dashed = f' stroke-dasharray="{dashes}"' * bool(dashes)
+    return f'<polyline fill="none" stroke="{each.colour}" stroke-width="1.6"{dashed} points="{points}"/>'
 
 
 def label(x: float | int, y: float | int, text: str, more: str) -> str:

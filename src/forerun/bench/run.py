@@ -282,20 +282,14 @@ class BenchSetup:
         return RunLog(group.batch, Budget.of(self.speculation(depth)).nodes, self.llm.drafter_names, experts=experts)
 
     def wave(
-        self,
-        group: Group,
-        depth: int,
-        numbers: Sequence[int],
-        run_log: RunLog,
-        most: int | None = None,
-        tenant: str = "",
+        self, group: Group, depth: int, numbers: Sequence[int], log: RunLog, most: int | None = None, tenant: str = ""
     ) -> Sequence[EngineSequence]:
         """Run the requests with these numbers to their ends, with at most `most` tokens each."""
         timed_engine = self.new_engine(group, depth, numbers, most, tenant)
         try:
             while timed_engine.engine.has_work:
                 timed = timed_engine.step(self.clock)
-                run_log.add(timed, timed_engine.clock_s)
+                log.add(timed, timed_engine.clock_s)
         finally:
             timed_engine.clear()
         return timed_engine.sequences

@@ -15,7 +15,7 @@ from pathlib import Path
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
-from forerun.bench.run import Stage
+from forerun.bench.run import BenchSetup
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Drafter
 from forerun.draft.plan import DraftContext
@@ -56,8 +56,8 @@ def round_costs(
     if num_tokens < 1:
         return None
     texts = Workload("prompts", tuple(Item(tuple(prompt), None, "") for prompt in prompts))
-    stage = Stage(llm, {texts.name: texts}, num_tokens, drafter=drafter, controller=FixedDepth())
-    meter = PassMeter(stage, Group(texts.name, 1, temperature), None, deepest, REPEATS)
+    setup = BenchSetup(llm, {texts.name: texts}, num_tokens, drafter=drafter, controller=FixedDepth())
+    meter = PassMeter(setup, Group(texts.name, 1, temperature), None, deepest, REPEATS)
     try:
         num_busy = meter.measure(sizes_at(1, depths), progress).num_busy
     except DraftError:
