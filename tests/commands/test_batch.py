@@ -209,7 +209,7 @@ def test_another_input_is_refused_and_a_longer_one_is_not(run: Callable[..., Res
     prompts.write_text(text.replace("Lily", "Anna"))
     refused = run()
     assert refused.exit_code == 2
-    assert "another prompt than line 2 of the input" in refused.stderr
+    assert "an answer to line 2 of the input, whose prompt has changed" in refused.stderr
 
 
 @pytest.mark.parametrize(

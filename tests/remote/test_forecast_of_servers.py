@@ -246,7 +246,7 @@ def test_a_server_without_counters_leaves_acceptance_open() -> None:
     silent = cell_of(1, [replace(first, counts=SpeculationCounts()), second])
     assert silent.speed_up is not None
     assert silent.by_depth == ()
-    assert any("counts no guesses" in sentence for sentence in tuning(silent).unknown)
+    assert any("does not report its draft tokens" in sentence for sentence in tuning(silent).unknown)
 
 
 def test_answers_that_differ_are_counted() -> None:

@@ -167,7 +167,7 @@ def test_two_samples_of_one_law_and_of_two() -> None:
 def test_nothing_to_count_is_said() -> None:
     alike = [RemoteAnswer("same", (), False)] * 100
     found = law_test("x", alike, alike)
-    assert "ask for more texts" in found.problem
+    assert "use more texts" in found.problem
     assert found.holds
 
 

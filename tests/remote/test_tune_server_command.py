@@ -63,9 +63,9 @@ def test_loads_at_which_it_hurts_are_named_with_what_to_set() -> None:
     with server.running(), plain.running():
         result = tune("--server", server.url, "--against", plain.url, "--clients", "1,4")
     assert result.exit_code == 0, result.output
-    assert "Speculation helps at 1 client: " in result.stdout
-    assert "Speculation hurts at 4 clients: " in result.stdout
-    assert "From 4 clients on it hurts." in result.stdout
+    assert "Speculation is faster at 1 client: " in result.stdout
+    assert "Speculation is slower at 4 clients: " in result.stdout
+    assert "From 4 clients on, speculation is slower than plain decoding." in result.stdout
     assert "vllm serve without --speculative-config" in result.stdout
     assert "answers    " in result.stdout
 
@@ -75,8 +75,8 @@ def test_one_server_alone_says_what_is_not_known() -> None:
         result = tune("--server", server.url, "--clients", "1")
     assert result.exit_code == 0, result.output
     assert "times as fast as plain decoding" in result.stdout
-    assert "A depth pays if it makes a round longer by less than what it gives: depth 1 " in result.stdout
-    assert "whether speculation helps: give a server of the same model without it, with --against URL" in result.stdout
+    assert "A depth saves time if its share of a round's time is below its share of the tokens: depth 1 " in result.stdout
+    assert "the speed-up: name a server of the same model without speculation with --against URL" in result.stdout
 
 
 def test_a_server_of_foreruns_is_measured_against_itself_at_depths_that_requests_ask_for() -> None:
@@ -111,7 +111,7 @@ def test_without_counters_the_speed_up_is_all_that_is_known() -> None:
     assert cell["speed_up"]["median"] > 1
     assert cell["speculating"]["acceptance"] is None
     assert cell["by_depth"] == []
-    assert any("counts no guesses" in sentence for sentence in found["unknown"])
+    assert any("does not report its draft tokens" in sentence for sentence in found["unknown"])
     timed, server = measured("llamacpp", "--clients", "1", counted=False)
     seen = timed["cells"][0]["speculating"]["acceptance"]
     assert seen["acceptance_rate"] == pytest.approx(server.num_accepted / server.num_drafted, rel=0.2)
@@ -145,7 +145,7 @@ def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:
         assert "out: it cannot be used with --server" in refusal("tune", "--server", other.url, "--out", str(tmp_path))
         assert "batch: it cannot be used with --server" in refusal("tune", "--server", other.url, "--batch", "2")
         assert "threads: it cannot be used with --server" in refusal("tune", "--server", other.url, "--threads", "1")
-        assert "temperature: 0,1 are several" in refusal("tune", "--server", other.url, "--temperature", "0,1")
+        assert "temperature: 0,1 must be one number" in refusal("tune", "--server", other.url, "--temperature", "0,1")
         assert "depths: 0 must be" in refusal("tune", "--server", other.url, "--depths", "0")
         assert "clients: '1,x' must be numbers" in refusal("tune", "--server", other.url, "--clients", "1,x")
         assert "concurrency: 0 must be" in refusal("tune", "--server", other.url, "--clients", "0")

@@ -49,13 +49,13 @@ class SharedClock:
 
     def __init__(self, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server, self.ahead_s, self.num_arrived = server, 0.0, 0
-        arrived = ChunkTimes.arrived
+        arrived = ChunkTimes.record_time
 
         def counted(own: ChunkTimes, now_s: float) -> None:
             arrived(own, now_s)
             self.num_arrived += 1
 
-        monkeypatch.setattr(ChunkTimes, "arrived", counted)
+        monkeypatch.setattr(ChunkTimes, "record_time", counted)
         for module in (client, run):
             monkeypatch.setattr(module, "time", self)
         server.wait, server.clock = self.put_forward, self.perf_counter
@@ -142,7 +142,7 @@ def test_an_answer_that_a_mode_changes_is_found() -> None:
 
     report = load_test(FakeServer(owner="forerun", words=other), modes=("off", "auto"))
     assert report.same_answers is False
-    assert [(each.mode, each.request) for each in report.others] == [("auto", 2)]
+    assert [(each.mode, each.request) for each in report.differing] == [("auto", 2)]
 
 
 def test_another_server_is_asked_as_it_is() -> None:
@@ -151,9 +151,9 @@ def test_another_server_is_asked_as_it_is() -> None:
     assert {body.get("speculation") for body in server.bodies} == {None}
     assert {body["top_p"] for body in server.bodies} == {0.5}
     assert report.same_answers is None
-    with pytest.raises(InvalidRequest, match="not forerun's"):
+    with pytest.raises(InvalidRequest, match="not a forerun server"):
         load_test(FakeServer(), modes=("auto",))
-    with pytest.raises(InvalidRequest, match="set by the load test itself"):
+    with pytest.raises(InvalidRequest, match="set by the load test"):
         load_test(FakeServer(), seed=3)
 
 

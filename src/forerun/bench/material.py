@@ -115,9 +115,9 @@ def shipped(name: str) -> list[Passage]:
 def passages_of(workload: str | None, prompts: Path | None, replay: Path | None) -> dict[str, list[Passage]]:
     """The passages of the options by workload name: bundled workloads, or one file of the user's."""
     options = {"workload": workload, "prompts": prompts, "replay": replay}
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise InvalidRequest(given[1], f"it cannot be combined with --{given[0]}, which also sets the prompts.")
+    chosen = [name for name, value in options.items() if value is not None]
+    if len(chosen) > 1:
+        raise InvalidRequest(chosen[1], f"it cannot be combined with --{chosen[0]}, which also sets the prompts.")
     if prompts is not None:
         return {prompts.stem: read_passages(prompts)}
     if replay is not None:

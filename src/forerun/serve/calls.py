@@ -215,11 +215,11 @@ def read_value(form: CallForm, text: GrowingText, types: set[str]) -> Scan[tuple
     if types and "string" not in types:
         yield from text.run(BLANKS)
         text.at = text.at if (yield from text.json()) else start
-    found: ValueEnd | None = text.memory.get(ValueEnd)
-    if found is None or not found.begin <= text.place <= found.end:
-        found = text.memory[ValueEnd] = yield from next_end(text, ending, (first, last))
-    text.at = found.tag_end - text.num_forgotten
-    return slice(start, found.end - text.num_forgotten), found.tag
+    value_end: ValueEnd | None = text.memory.get(ValueEnd)
+    if value_end is None or not value_end.begin <= text.place <= value_end.end:
+        value_end = text.memory[ValueEnd] = yield from next_end(text, ending, (first, last))
+    text.at = value_end.tag_end - text.num_forgotten
+    return slice(start, value_end.end - text.num_forgotten), value_end.tag
 
 
 def next_end(text: GrowingText, ending: str, tags: tuple[str, str]) -> Scan[ValueEnd]:
