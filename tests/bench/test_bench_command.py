@@ -180,7 +180,7 @@ def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files:
     [
         (["--batch", "1,x"], "batch: '1,x' must be numbers"),
         (["--batch", "0"], "batch: 0 must be"),
-        (["--depth", "2,2"], "depth: (2, 2) must be values that differ"),
+        (["--depth", "2,2"], "depth: (2, 2) must be different values"),
         (["--workload", "novels"], "workload: 'novels' is not bundled"),
         (["--workload", "code", "--replay", "a.jsonl"], "replay: it cannot be combined with --workload"),
         (["--replay", "none.jsonl"], "none.jsonl: it cannot be read"),
@@ -275,7 +275,7 @@ def test_on_a_gpu_tokens_may_differ_unless_one_gemm_is_asked_for(
     gpu = Placement(torch.device("cuda", 0), fixed=True, one_gemm=one_gemm)
     text = shown(replace(made_report(group_figures(GROUP, [plain, drafted])), placement=gpu), 200)
     assert ("FAULT" in text) == one_gemm
-    assert ("with --one-gemm they must not" in text) == (not one_gemm)
+    assert ("with --one-gemm it is not" in text) == (not one_gemm)
     assert ("peak memory" in text, "host memory" in text) == (False, True)
 
 

@@ -43,4 +43,4 @@ def test_a_benchmark_tells_experts_for_every_depth(tmp_path: Path, monkeypatch: 
     assert cells[0]["expected_experts"] == pytest.approx(2.0)
     assert cells[3]["expected_experts"] == pytest.approx(expected_distinct(8, 2, 4))
     assert 2.0 < cells[3]["experts"]["median"] <= 8.0
-    assert "experts that a layer reads in a pass" in told.output
+    assert "experts read per layer and pass" in told.output

@@ -119,10 +119,10 @@ def test_a_line_holds_a_prompt_messages_or_turns_and_a_category(written: Callabl
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"question": "x"}, "no field prompt, text, turns (it has question)"),
+        ({"question": "x"}, "none of the fields prompt, text, turns (only question)"),
         ({"messages": []}, "messages: [] is not a conversation"),
         ({"messages": [{"content": "x"}]}, "is not a message"),
-        ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "the last message is the model's own"),
+        ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "the last message is the assistant's"),
         ({"prompt": "x", "category": 3}, '"category" is 3'),
         ({"prompt": "a", "answer": None}, '"answer" is null'),
         ({"prompt": "a", "answer": []}, '"answer" is []'),
@@ -150,7 +150,7 @@ def test_files_that_cannot_be_used_are_refused(written: Callable[..., Path], tmp
         (None, tmp_path / "none.jsonl", "replay: .*cannot be read"),
         (None, tmp_path / "a.txt", "give a .jsonl"),
         (None, written({"prompt": "x"}), '"answer" is missing'),
-        (written(GOOD, name="a.jsonl"), written(GOOD, name="a.jsonl"), "give one of them"),
+        (written(GOOD, name="a.jsonl"), written(GOOD, name="a.jsonl"), "cannot be combined with"),
     ):
         with pytest.raises(InvalidRequest, match=said):
             mixed_passages(prompts, replay)

@@ -34,7 +34,7 @@ def test_no_more_are_read_than_are_wanted(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[1]", r"\[1\] is not an object"),
         ("null", "null is not an object"),
-        ('{"question": "?"}', "it has question"),
+        ('{"question": "?"}', "only question"),
         ('{"prompt": 3}', '"prompt" is 3'),
         ('{"prompt": ""}', '"prompt" is ""'),
         ('{"turns": []}', '"turns" is \\[\\]'),
@@ -55,7 +55,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
     for name, complaint in [
         ("latin.txt", "latin.txt:2: not UTF-8"),
-        ("empty.txt", "no prompt in it"),
+        ("empty.txt", "it contains no prompts"),
         ("a.csv", "give a .jsonl or a .txt"),
         ("none.txt", "No such file"),
     ]:

@@ -56,7 +56,7 @@ def test_equal_tokens_of_unequal_logits_are_luck(
     assert not found.equality.same_logits
     assert not found.holds
     luck = replace(report, equality=replace(report.equality, rounding_noise=1e-6))
-    assert "luck" in verdict(luck).plain
+    assert "depend on chunking or batching" in verdict(luck).plain
     assert "speculation changed nothing" in verdict(report).plain
 
 
@@ -112,9 +112,9 @@ def test_nothing_to_prove_is_a_mistake(llm: LLM) -> None:
         prove(LLM(str(TARGET)), ["Once"])
     with pytest.raises(InvalidRequest, match="prompts: the list is empty"):
         prove(llm, [])
-    with pytest.raises(InvalidRequest, match="draft: it drafted nothing"):
+    with pytest.raises(InvalidRequest, match="draft: it drafted no tokens"):
         prove(llm, PROMPTS, ProofWorkload(max_tokens=1))
-    with pytest.raises(InvalidRequest, match="num_texts: 20 texts are too few"), unchecked():
+    with pytest.raises(InvalidRequest, match="num_texts: of 20 texts"), unchecked():
         prove(llm, PROMPTS, ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=20))
     with pytest.raises(InvalidRequest, match="num_texts: 0"):
         ProofWorkload(num_texts=0)

@@ -80,7 +80,7 @@ def test_a_request_that_ends_its_replicas_is_not_tried_for_ever(server: Served) 
     answer = running.post("/v1/completions", **OK)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "replica_lost"
-    assert "5 replicas were lost" in answer.json()["error"]["message"]
+    assert "5 replicas in a row were lost" in answer.json()["error"]["message"]
     assert len(replicas.took) == 5
     assert running.post("/v1/completions", **OK).json()["choices"][0]["text"] == expected()
 
@@ -106,7 +106,7 @@ def test_a_begun_stream_that_cannot_go_on_ends_with_the_error(server: Served, mo
     events = events_of(answer.text)
     assert "error" not in events[0]
     assert events[-1]["error"]["code"] == "replica_lost"
-    assert "ask again" in events[-1]["error"]["message"]
+    assert "repeat the request" in events[-1]["error"]["message"]
 
 
 def test_what_a_replica_refuses_is_told(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_a_request_that_ends_replicas_ends_the_command_and_keeps_the_answers(
     replicas.losses = [0] * 99
     failed = run("cut", "--replicas", "2")
     assert failed.exit_code == 2
-    assert "replicas were lost, one after the other" in failed.stderr
+    assert "replicas in a row were lost" in failed.stderr
     replicas.losses.clear()
     run("cut", "--replicas", "2")
     run("whole")

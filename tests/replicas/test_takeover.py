@@ -76,5 +76,5 @@ def test_other_tokens_are_no_continuation() -> None:
     first, *_ = rounds([4], [0])
     assert reader.take(first) is not None
     reader.restart()
-    with pytest.raises(AnswerDiffers, match="other tokens"):
+    with pytest.raises(AnswerDiffers, match="different tokens"):
         reader.take(first._replace(token_ids=(0, 1, 9, 3)))

@@ -307,11 +307,11 @@ def test_the_form_of_a_template_is_what_it_writes(name: str) -> None:
 
 
 UNKNOWN = [
-    ("{{ messages }} Answer with <tool_call>.", "does not show tools"),
-    ("{{ raise_exception('never') }}{{ tools }}", "does not show tools"),
-    ("{{ tools }}{{ messages[0].content }}", "form that is not known"),
-    (HERMES_TEMPLATE.replace("\n<tool_call>", "<call>"), "form that is not known"),
-    (HERMES_TEMPLATE.replace("f.arguments", "f.nothing"), "form that is not known"),
+    ("{{ messages }} Answer with <tool_call>.", "ignores tools"),
+    ("{{ raise_exception('never') }}{{ tools }}", "ignores tools"),
+    ("{{ tools }}{{ messages[0].content }}", "format of calls is unknown"),
+    (HERMES_TEMPLATE.replace("\n<tool_call>", "<call>"), "format of calls is unknown"),
+    (HERMES_TEMPLATE.replace("f.arguments", "f.nothing"), "format of calls is unknown"),
     (
         "{{ tools }}{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('none') }}{% endif %}{% endfor %}",
         "format of calls is unknown: use a model with one of the formats Hermes, Qwen3-Coder",

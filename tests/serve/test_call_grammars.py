@@ -164,7 +164,7 @@ UNKEPT = [
             "$defs": {"d": {f"k{i}": 0 for i in range(2_000)}},
             "properties": {f"p{i}": {"$ref": "#/$defs/d", "title": ""} for i in range(2_000)},
         },
-        "all that the references",
+        "too large with its references resolved",
     ),
     ({"anyOf": [{"properties": {}, "patternProperties": {}}]}, "'patternProperties'"),
 ]

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.errors import InvalidRequest
 from forerun.serve.body import parse_json_body
-from forerun.serve.harmony import history
+from forerun.serve.harmony import harmony_messages
 from forerun.serve.inputs import input_messages, message_fields
 from forerun.serve.parse import prepare
 from forerun.serve.problems import ApiError, problem_of
@@ -205,7 +205,7 @@ CONVERSIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     ),
     "reasoning": (input_messages, lambda n: {"input": [{"type": "reasoning", "content": []} for _ in range(n)]}),
     "arguments": (with_objects, lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}]),
-    "Harmony": (history, lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}, *results(n)]),
+    "Harmony": (harmony_messages, lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}, *results(n)]),
 }
 
 

@@ -61,10 +61,10 @@ def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         in_use = told("--port", str(taken.getsockname()[1]))
-    assert "cannot be listened on" in in_use
+    assert "the server cannot listen on" in in_use
     assert "name another port, or 0 for any free one" in in_use
     wrong_host = told("--host", "no such host")
-    assert "host: no such host:8000 cannot be listened on" in wrong_host
+    assert "host: the server cannot listen on no such host:8000" in wrong_host
     assert "name an address of this machine" in wrong_host
 
 

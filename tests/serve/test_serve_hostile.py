@@ -60,7 +60,7 @@ MANY = {"logprobs": 128, "max_tokens": 100, "ignore_eos": True}
     ],
 )
 def test_log_probabilities_of_a_body_are_bounded_all_together(endpoint: Any, body: dict[str, Any], field: str) -> None:
-    with pytest.raises(ApiError, match=f"{field}: [0-9]+ log-probabilities") as error:
+    with pytest.raises(ApiError, match=f"{field}: the body requests [0-9]+ log-probabilities") as error:
         prepare(body, endpoint, plain(), "", SETTINGS)
     assert error.value.status == 400
 
@@ -183,5 +183,5 @@ def test_the_log_of_an_end_is_true_and_short(num_signals: int, stream: bool, cap
     else:
         assert answers == [None] * 3
     assert "Every request is answered" not in caplog.text
-    assert "3 answers that were not sent" in caplog.text
+    assert "3 unfinished answers are cut off" in caplog.text
     assert "File " not in caplog.text

@@ -140,7 +140,7 @@ def test_a_broken_round_fails_its_own_request_and_the_server_goes_on(
         assert "RuntimeError" in bad.json()["error"]["message"]
         assert [each.result().json()["choices"][0]["text"] for each in good] == [expected()] * 2
     stream = server.client().completions.create(model="stories", **{**OK, "seed": 666}, stream=True)
-    with pytest.raises(openai.APIError, match="failed at this request"):
+    with pytest.raises(openai.APIError, match="failed in a round of this request"):
         list(stream)
     assert server.post("/v1/completions", **OK).json()["choices"][0]["text"] == expected()
     with server.http() as http:
@@ -221,7 +221,7 @@ def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
         with server.http() as http:
             http.post("/v1/completions", content=b'{"zebrafish', headers={"content-type": "application/json"})
         with monkeypatch.context() as patch:
-            patch.setattr("forerun.serve.service.prepared", lambda body, *_: int(body["prompt"]))
+            patch.setattr("forerun.serve.service.prepare", lambda body, *_: int(body["prompt"]))
             assert server.post("/v1/completions", prompt="zebrafish").json()["error"]["code"] == "internal_error"
 
     with caplog.at_level(logging.DEBUG), drafting() as llm:
@@ -261,7 +261,7 @@ def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
         server = "forerun.serve.server: "
         told = [line.partition(server)[2] for line in errors.splitlines() if server in line]
         assert told == [  # the controller may say beside it that drafting does not pay
-            "Shutting down: no new requests; 1 are answered first, within 60 s.",
+            "Shutting down: 1 open requests are answered first, within 60 s.",
             "All requests are answered; the server exits.",
         ]
     finally:
@@ -338,7 +338,7 @@ def test_a_key_and_a_certificate_that_cannot_be_used_are_named(tmp_path: Path) -
         ((tmp_path / "none", certificate), r"tls_key: .*none cannot be read \(No such file"),
         ((key, tmp_path), r"tls_cert: .* cannot be read \(Is a directory"),
         ((other, certificate), "tls_key: .*key.pem is not the private key of .*cert.pem"),
-        ((certificate, key), "tls_cert: .*no certificate and key in PEM"),
+        ((certificate, key), "tls_cert: .*are not a certificate and a key in PEM"),
         ((locked, its_certificate), "tls_key: .*key.pem is encrypted"),
     ):
         with pytest.raises(InvalidRequest, match=said):

@@ -65,7 +65,7 @@ def test_a_task_without_its_client_keeps_its_turn_and_one_that_waits_is_not_run(
     assert asyncio.run(work()) == ["first", "last"]
 
 
-@pytest.mark.parametrize("step", ["parse_json_body", "prepared"])
+@pytest.mark.parametrize("step", ["parse_json_body", "prepare"])
 def test_short_bodies_are_answered_while_long_ones_are_read_one_at_a_time(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

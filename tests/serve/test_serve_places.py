@@ -42,7 +42,7 @@ class Crowd:
             if sum(self.counted(entry) for entry in self.inside if entry.tenant == tenant) < room:
                 self.inside.append(self.gate.enter(tenant))
             else:
-                with pytest.raises(ApiError, match="no more may wait"):
+                with pytest.raises(ApiError, match="the queue is full"):
                     self.gate.enter(tenant)
         elif self.inside:
             entry = self.inside[number % len(self.inside)]

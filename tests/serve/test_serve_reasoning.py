@@ -161,9 +161,9 @@ def test_the_tokens_of_a_chat_are_those_of_its_effort() -> None:
 @pytest.mark.parametrize(("endpoint", "param"), [("chat", "reasoning_effort"), ("responses", "reasoning.effort")])
 def test_an_effort_from_which_nothing_would_follow_is_refused(endpoint: str, param: str) -> None:
     for template, effort, why in (
-        (NEVER, "low", "has no efforts"),
-        (SWITCH, "high", "has no efforts"),
-        (ALWAYS, "none", "has no efforts"),
+        (NEVER, "low", "has no reasoning efforts"),
+        (SWITCH, "high", "has no reasoning efforts"),
+        (ALWAYS, "none", "has no reasoning efforts"),
         (LEVELS, "huge", "must be one of none, minimal"),
         (LEVELS, 3, "must be one of none, minimal"),
         (LEVELS, ["low"], "must be one of none, minimal"),

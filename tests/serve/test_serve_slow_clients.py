@@ -128,7 +128,7 @@ def test_a_drain_ends_who_does_not_read_within_its_time(
             began_s = time.monotonic()
         assert time.monotonic() - began_s < drain_s + 10
         ended(sock)
-    assert f"1 answers that were not sent after {drain_s:g} s are ended." in caplog.messages
+    assert f"1 unfinished answers are cut off after {drain_s:g} s." in caplog.messages
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 

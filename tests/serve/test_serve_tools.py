@@ -41,8 +41,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 @pytest.mark.parametrize(
     ("given", "field", "why"),
     [
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "no name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools", "no JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", "not the name of a function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools", "not a JSON schema"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": "true"}}]}, "tools", "true or false"),
         ({"tools": TOOLS[:1] * 2}, "tools", "same name"),
         ({"tools": TOOLS * 65}, "tools", "at most 128"),
@@ -51,7 +51,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
         ({"tools": TOOLS, "tool_choice": allowing("auto", "x")}, "tool_choice", "weather"),
         ({"tools": TOOLS, "tool_choice": allowing("none", "weather")}, "tool_choice", "weather"),
         ({"tools": TOOLS, "tool_choice": allowing("auto")}, "tool_choice", "weather"),
-        ({"tool_choice": "required"}, "tool_choice", "there are none"),
+        ({"tool_choice": "required"}, "tool_choice", "requires tools"),
     ],
 )
 def test_what_is_no_tool_is_refused_by_its_field(given: dict[str, Any], field: str, why: str) -> None:

@@ -164,13 +164,13 @@ def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_
         (["--drafts", "ngramm"], "there is no drafter 'ngramm': did you mean ngram?"),
         (["--drafts", "ngram,"], "position 6"),
         (["--drafts", "ngram", "--batch", "0"], "batch: 0 must be"),
-        (["--drafts", "ngram", "--batch", "2,2"], "batch: (2, 2) must be values that differ"),
+        (["--drafts", "ngram", "--batch", "2,2"], "batch: (2, 2) must be different values"),
         (["--drafts", "ngram", "--temperature", "-1"], "temperature"),
         (["--drafts", "ngram", "--time-limit", "-2"], "--time-limit"),
         (["--drafts", "ngram", "--prompts", "none.jsonl"], "none.jsonl: it cannot be read"),
         (["--drafts", "ngram", "--template-options", "{"], "template_options: '{' is not JSON"),
         (["--drafts", "ngram", "--out", "/proc/none"], "out: /proc/none cannot be written"),
-        (["--drafts", "ngram", "--num-prompts", "2", "--max-tokens", "5000"], "of a context of"),
+        (["--drafts", "ngram", "--num-prompts", "2", "--max-tokens", "5000"], "and the context has"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2_and_load_nothing(

@@ -120,7 +120,7 @@ class DrainingServer(uvicorn.Server):
         if sent:
             log.info("All requests are answered; the server exits.")
         else:
-            log.warning("%d answers are unfinished after %g s and are cut off.", self.connections.num_busy, most_s)
+            log.warning("%d unfinished answers are cut off after %g s.", self.connections.num_busy, most_s)
             await asyncio.to_thread(self.service.close)
             await self.wait_until_sent(GRACE_S)  # the streams end with an error event
         self.should_exit = True
