@@ -192,7 +192,7 @@ class World:
         new, drafted = [1] * num_rows, 0
         for number in range(num_rounds):
             rows = {i: EngineRow(np.array(text, np.int32), new[i]) for i, text in enumerate(texts)}
-            drafts = rounds.propose(rows, prefills=False)
+            drafts = rounds.propose(rows, prefill=False)
             assert not rounds.broken
             num_tokens = num_rows + sum(map(len, drafts.values()))
             drafted += num_tokens > num_rows and number >= num_rounds // 2

@@ -75,7 +75,9 @@ def test_one_server_alone_says_what_is_not_known() -> None:
         result = tune("--server", server.url, "--clients", "1")
     assert result.exit_code == 0, result.output
     assert "times as fast as plain decoding" in result.stdout
-    assert "A depth saves time if its share of a round's time is below its share of the tokens: depth 1 " in result.stdout
+    assert (
+        "A depth saves time if its share of a round's time is below its share of the tokens: depth 1 " in result.stdout
+    )
     assert "the speed-up: name a server of the same model without speculation with --against URL" in result.stdout
 
 

@@ -205,7 +205,10 @@ CONVERSIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
     ),
     "reasoning": (input_messages, lambda n: {"input": [{"type": "reasoning", "content": []} for _ in range(n)]}),
     "arguments": (with_objects, lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}]),
-    "Harmony": (harmony_messages, lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}, *results(n)]),
+    "Harmony": (
+        harmony_messages,
+        lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}, *results(n)],
+    ),
 }
 
 

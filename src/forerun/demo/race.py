@@ -135,9 +135,8 @@ class Score:
         if not self.speed_up:
             return "The answers are too short to compare speeds."
         plain, speculative = self.plain.tokens_per_s, self.speculative.tokens_per_s
-        result = "is faster than" if self.pays else "is not faster than"
         speeds = f"×{self.speed_up:.2f}, {speculative:.1f} instead of {plain:.1f} tokens/s"
-        return f"Speculative decoding {result} plain decoding on this machine with these models: {speeds}."
+        return f"Speculation is {'' if self.pays else 'not '}faster than plain decoding on this machine: {speeds}."
 
     @property
     def costs(self) -> str:

@@ -70,25 +70,25 @@ class ChainRounds:
     def __post_init__(self) -> None:
         self.texts = RowTexts(most_absent=self.max_num_rows)
 
-    def propose(self, rows: Mapping[int, EngineRow], prefills: bool) -> dict[int, list[int]]:
-        """Drafts for these rows, by number; `prefills`: whether the last round included prefill.
+    def propose(self, rows: Mapping[int, EngineRow], prefill: bool) -> dict[int, list[int]]:
+        """Drafts for these rows, by number; `prefill`: whether the last round included prefill.
 
         If the drafter raises, a warning is logged and drafting is switched off permanently.
         """
         drafts: dict[int, list[int]] = {}
-        if not self.broken and (error := attempt(lambda: drafts.update(self.round(rows, prefills)))) is not None:
+        if not self.broken and (error := attempt(lambda: drafts.update(self.round(rows, prefill)))) is not None:
             self.broken = True
             log.warning("Drafting is switched off: the drafter %s failed.", self.drafter.names[0], exc_info=error)
             drafts = {}
         return drafts
 
-    def round(self, rows: Mapping[int, EngineRow], prefills: bool) -> dict[int, list[int]]:
+    def round(self, rows: Mapping[int, EngineRow], prefill: bool) -> dict[int, list[int]]:
         """Record the outcome of the last round, and draft for the next one."""
         began_s = time.perf_counter()
         texts, forgotten = self.texts.follow(rows)
         known = [len(text.ids) for text in texts]
         gained = [extend(text, row.ids) for text, row in zip(texts, rows.values(), strict=True)]
-        self.record(texts, gained, began_s - self.ended_s, prefills or not all(known))
+        self.record(texts, gained, began_s - self.ended_s, prefill or not all(known))
         self.drafter.observe(self.news(texts, known))
         if forgotten:
             self.drafter.forget(forgotten)
@@ -107,9 +107,7 @@ class ChainRounds:
         self.draft_s = self.ended_s - began_s
         return dict(zip(rows, chains, strict=True))
 
-    def record(
-        self, texts: Sequence[KnownText], gained: Sequence[Sequence[int]], pass_s: float, prefills: bool
-    ) -> None:
+    def record(self, texts: Sequence[KnownText], gained: Sequence[Sequence[int]], pass_s: float, prefill: bool) -> None:
         """Record the last round in the controller; acceptance follows from the tokens that texts gained.
 
         The acceptance of a finished text is unknown. The time of a round is used only if the rows have not changed
@@ -117,7 +115,7 @@ class ChainRounds:
         """
         gains = {text.id: tokens for text, tokens in zip(texts, gained, strict=True)}
         rows = [chain.outcome(seq_id, gains.get(seq_id)) for seq_id, chain in self.drafted.items()]
-        comparable = not prefills and list(gains) == list(self.drafted)
+        comparable = not prefill and list(gains) == list(self.drafted)
         if rows:
             outcome = Outcome(rows, 0, self.draft_s, pass_s, drafter_s=self.drafter_s, captured=not comparable)
             self.controller.record(outcome)

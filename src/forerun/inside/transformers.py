@@ -54,9 +54,7 @@ BATCH_PROCESSORS = (  # not possible for single rows: they use the model or the 
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.SynthIDTextWatermarkLogitsProcessor,
 )
-IGNORED_ARGUMENTS = frozenset(
-    {"cache", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids"}
-)
+IGNORED = frozenset({"cache", "past_key_values", "use_cache", "logits_to_keep", "attention_mask", "position_ids"})
 UNSUPPORTED_OPTIONS = {  # fields of GenerationConfig that are not supported, and what to do instead
     "num_beams": "beam search is not supported: leave it out",
     "output_scores": "scores are not returned: leave it out, or use forerun's LLM with logprobs",
@@ -220,13 +218,12 @@ def check_call(model: PreTrainedModel, config: Any, model_kwargs: Mapping[str, A
         if value and not (name == "num_beams" and value == 1):
             raise InvalidRequest(name, f"{shown(value)}: {answer}.")
     for name, value in model_kwargs.items():
-        if value is not None and name not in IGNORED_ARGUMENTS:
+        if value is not None and name not in IGNORED:
             raise InvalidRequest(name, f"{shown(value)[:80]} is not supported: leave it out.")
     for name in ("cache", "past_key_values"):
         cache = model_kwargs.get(name)
         if cache is not None and cache.get_seq_length():
-            problem = f"it holds {cache.get_seq_length()} tokens, but the engine uses its own cache"
-            raise InvalidRequest(name, f"{problem}: pass the entire text as input_ids.")
+            raise InvalidRequest(name, f"it holds {cache.get_seq_length()} tokens: pass the entire text as input_ids.")
 
 
 def prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:

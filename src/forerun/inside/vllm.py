@@ -66,7 +66,7 @@ class Proposer:
             for number, new in enumerate(sampled_token_ids)
             if len(new)
         }
-        drafts = self.rounds.propose(rows, prefills=len(rows) < len(sampled_token_ids))
+        drafts = self.rounds.propose(rows, prefill=len(rows) < len(sampled_token_ids))
         return [drafts.get(number, []) for number in range(len(sampled_token_ids))]
 
 

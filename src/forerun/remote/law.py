@@ -1,11 +1,10 @@
 """A test of a server's output distribution at temperature 1, by counts of short texts.
 
-The exact law follows from the log-probabilities in the plain server's texts, without knowing its tokenizer, since the
-contexts that matter occur often in them. The test of the plain server's counts against that law is the control. A
-server may not sample exactly from the log-probabilities that it reports, so a deviation from the law alone is not a
-fault: then the same number of texts is drawn again from both servers, and their counts are compared with each other.
-This is also done if there are no log-probabilities. Therefore every reported fault comes from a test whose significance
-level does not depend on the reported values.
+The exact law follows from the log-probabilities in the plain server's texts, without its tokenizer, since the contexts
+that matter occur often in them. The test of the plain server's counts against that law is the control. A server may
+not sample exactly from the log-probabilities that it reports, so a deviation from the law alone is not a fault: then,
+or without log-probabilities, as many texts again are drawn from both servers and their counts compared with each other.
+So every reported fault comes from a test whose significance level does not depend on the reported values.
 """
 
 from __future__ import annotations
@@ -159,12 +158,12 @@ def countable_prefixes(
     plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]
 ) -> Iterator[tuple[str, list[Hashable], list[Hashable]]]:
     """(description, prefixes of the plain texts, of the others) for each length that can be counted, longest first."""
-    if all(any(answer.tokens for answer in side) for side in (plain, speculating)):
-        for length in range(MOST_TOKENS, 1, -1):
-            yield f"{length} tokens", *([answer.names[:length] for answer in side] for side in (plain, speculating))  # type: ignore[misc]
-    else:
-        for length in CHARACTERS:
-            yield f"{length} characters", *([answer.text[:length] for answer in side] for side in (plain, speculating))  # type: ignore[misc]
+    has_tokens = all(any(answer.tokens for answer in side) for side in (plain, speculating))
+    for length in range(MOST_TOKENS, 1, -1) if has_tokens else CHARACTERS:
+        one, other = (
+            [(answer.names if has_tokens else answer.text)[:length] for answer in side] for side in (plain, speculating)
+        )
+        yield f"{length} {'tokens' if has_tokens else 'characters'}", one, other
 
 
 def two_samples(one: Sequence[Hashable], other: Sequence[Hashable]) -> ChiSquare | None:

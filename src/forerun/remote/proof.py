@@ -66,9 +66,7 @@ class ServerProof:
         if e.num_prompts and not e.differences:
             sentences.append("at temperature 0, the same answers as plain decoding for all requests of this test")
         elif e.num_prompts and not (e.count("fault") or e.count("undecided")):
-            sentences.append(
-                "at temperature 0, the same answers except at near ties and where plain answers differ from each other"
-            )
+            sentences.append("at temperature 0, the same answers except at near ties and where plain answers differ")
         tested = [law for law in self.laws if not law.problem]
         if tested and all(law.holds and law.num_drafted != 0 for law in tested):
             least = max(law.smallest_bias for law in tested)
@@ -106,20 +104,16 @@ class ServerProof:
                     "log-probabilities that it reports, so the counts of both servers were compared instead"
                 )
             elif law.doubtful and law.holds and law.law_p is not None:
-                phrases.append(
-                    f"the exact distribution after {law.opening!r}: the server's first counts do not fit it (p = "
-                    f"{law.law_p:.2g}), "
-                    + (
-                        "and there was no time for more texts"
-                        if law.unconfirmed
-                        else "but the counts of both servers agree over all texts"
-                    )
-                )
+                agree = "but the counts of both servers agree over all texts"
+                outcome = "and there was no time for more texts" if law.unconfirmed else agree
+                problem = f"the server's first counts do not fit it (p = {law.law_p:.2g}), {outcome}"
+                phrases.append(f"the exact distribution after {law.opening!r}: {problem}")
             if law.problem:
                 phrases.append(f"the distribution after {law.opening!r}: {law.problem}")
-        if 0 in (e.num_drafted, *(law.num_drafted for law in self.laws)):
+        drafted = [e.num_drafted, *(law.num_drafted for law in self.laws)]
+        if 0 in drafted:
             phrases.append("the effect of speculation in parts of the test, where the server reports no draft tokens")
-        if None in (e.num_drafted, *(law.num_drafted for law in self.laws)):
+        if None in drafted:
             phrases.append("whether any tokens were drafted: the server does not report its draft tokens")
         phrases.append("other prompts, lengths, sampling parameters and loads")
         return phrases

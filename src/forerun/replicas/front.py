@@ -214,8 +214,7 @@ class SampleReader:
     """One sample's answer: the part sent to the client (in `sequence`), and the position in the replica's answer.
 
     After a failure another replica generates the same tokens again, since an answer is a function of prompt, parameters
-    and seed; the part that was already sent is skipped. Its rounds may have other lengths, so that this part may end
-    inside a delta.
+    and seed; the part that was already sent is skipped. It may end inside a delta, since rounds may differ.
     """
 
     sequence: Sequence
@@ -236,9 +235,8 @@ class SampleReader:
         sent = self.sequence.tokens[self.sequence.num_prompt + self.at_token :][: len(delta.token_ids)]
         if tuple(sent) != delta.token_ids[: len(sent)]:
             raise AnswerDiffers(
-                "the replica that ran the request was lost, and another one generates different tokens, so the answer "
-                "cannot be completed: repeat the request. Replicas generate the same tokens if their fingerprints are "
-                "equal and verification is coupled."
+                "the request's replica was lost, and another one generates different tokens: repeat the request. "
+                "Replicas generate the same tokens if their fingerprints are equal and verification is coupled."
             )
         skipped = min(len(delta.text), self.num_characters - self.at_character)
         self.at_token += len(delta.token_ids)

@@ -60,10 +60,7 @@ class SharedBatch:
             self.llm.stats.pace.join(sequence.pace)
 
     def step(self) -> list[Delta]:
-        """The deltas since the last step, after waiting up to STEP_S for some.
-
-        If there are none and a request has failed, its error is raised.
-        """
+        """The deltas since the last step, after waiting up to STEP_S. If there are none, raises a request's error."""
         self.loop.run_until_complete(self.wait())
         if self.error is not None and not self.deltas:
             raise self.error

@@ -13,15 +13,7 @@ from forerun.errors import InvalidGrammar
 from forerun.limits import shown
 from forerun.sampling.grammar import MOST_GRAMMAR_CHARACTERS, Grammar, quoted
 from forerun.serve.calls import KEY, CallForm
-from forerun.serve.parameters import (
-    DEFINITIONS,
-    MOST_ALTERNATIVES,
-    CopyLimit,
-    Schema,
-    object_of,
-    parameters_of,
-    required_of,
-)
+from forerun.serve.parameters import DEFINITIONS, MOST_LEAVES, CopyLimit, Schema, object_of, parameters_of, required_of
 
 MOST_CALLS = 16  # in one answer that must call a tool
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment", *DEFINITIONS}
@@ -103,8 +95,8 @@ def tagged_rule(form: CallForm, i: int, name: str, schema: Schema | None, parts:
     for k, (key, alternatives) in enumerate(parameters.items()):
         if not KEY.fullmatch(key):
             raise unenforceable(form, f"the name {shown(key)}")
-        if len(alternatives) > MOST_ALTERNATIVES:
-            raise unenforceable(form, f"more than {MOST_ALTERNATIVES} alternatives of {shown(key)}")
+        if len(alternatives) > MOST_LEAVES:
+            raise unenforceable(form, f"more than {MOST_LEAVES} alternatives of {shown(key)}")
         values = [text_rule(form, f"{i}_{k}_{j}", leaf, rules) for j, leaf in enumerate(alternatives) if is_text(leaf)]
         if not values:
             definitions = {word: schema[word] for word in DEFINITIONS if word in schema}

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 MOST_DEPTH = 32  # of nested references and alternatives
-MOST_ALTERNATIVES = 64
+MOST_LEAVES = 64
 MOST_MEMBERS = 100_000
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 DEFINITIONS = ("$defs", "definitions")
@@ -42,13 +42,13 @@ class CopyLimit:
 def parameters_of(schema: Schema, limit: CopyLimit | None = None) -> dict[str, list[Schema]]:
     """The alternative schemas of every parameter, by name; a required parameter without a schema allows anything.
 
-    At most MOST_ALTERNATIVES + 1 are returned per parameter. Once `limit` is reached, schemas allow anything.
+    At most MOST_LEAVES + 1 are returned per parameter. Once `limit` is reached, schemas allow anything.
     """
     limit = limit or CopyLimit()
     properties = object_of(schema).get("properties")
     named: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
     named |= {name: {} for name in required_of(schema) if name not in named}
-    return {name: list(islice(leaves(each, schema, limit), MOST_ALTERNATIVES + 1)) for name, each in named.items()}
+    return {name: list(islice(leaves(each, schema, limit), MOST_LEAVES + 1)) for name, each in named.items()}
 
 
 def required_of(schema: Schema) -> list[str]:

@@ -149,11 +149,8 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         is_port = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        field, fix = (
-            ("port", "name another port, or 0 for any free one")
-            if is_port
-            else ("host", "name an address of this machine")
-        )
+        field = "port" if is_port else "host"
+        fix = "name another port, or 0 for any free one" if is_port else "name an address of this machine"
         bound = f"{settings.host}:{settings.port}"
         raise InvalidRequest(field, f"the server cannot listen on {bound} ({reason}): {fix}.") from error
 

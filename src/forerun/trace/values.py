@@ -43,9 +43,8 @@ class TracedNode:
     """One draft token. `node` counts from 1 within the round; `parent` is the node before it, 0 the root.
 
     `q` and `p`: the drafter's and the target's probability of the token after all transforms (`q` is None without a
-    law, as with n-grams). Under `follow`, `drawn_id` is the token that the target sampled after the parent. Under
-    `token` and `block`, the uniform `coin` is compared with `chance`: under `token` P(accepted | reached), under
-    `block` h.
+    law, as with n-grams). Under `follow`, `drawn_id` is the target's token after the parent. Under `token` and `block`,
+    the uniform `coin` is compared with `chance`: under `token` P(accepted | reached), under `block` h.
     """
 
     node: int

@@ -136,8 +136,7 @@ class TrafficClient:
             response = await self.http.get("/v1/models")
             models = response.raise_for_status().json()["data"]
         except httpx.HTTPStatusError as error:
-            unauthorized = error.response.status_code == 401
-            cure = "give its key with --api-key" if unauthorized else "is the server OpenAI-compatible?"
+            cure = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
             raise InvalidRequest(option, f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
@@ -145,8 +144,7 @@ class TrafficClient:
                 option, f"{base} does not answer ({why}): start the server, or give another address."
             ) from error
         except (ValueError, KeyError, TypeError) as error:
-            problem = f"{base}/v1/models is not a list of models: is the server OpenAI-compatible?"
-            raise InvalidRequest(option, problem) from error
+            raise InvalidRequest(option, f"{base}/v1/models lists no models: is it OpenAI-compatible?") from error
         names = [str(model.get("id")) for model in models]
         if not names:
             raise InvalidRequest(option, f"{base} serves no model.")

@@ -108,8 +108,7 @@ class TrafficPlan:
     def for_server(self, forerun: bool) -> TrafficPlan:
         """The plan with default modes for the server. Raises InvalidRequest for modes if it is not a forerun server."""
         if self.modes and not forerun:
-            problem = "this is not a forerun server, so requests cannot choose it: leave it out."
-            raise InvalidRequest("speculation", problem)
+            raise InvalidRequest("speculation", "this is not a forerun server: leave it out, or use another server.")
         defaults = (SpeculationMode(OFF), SpeculationMode(AUTO)) if forerun else (SpeculationMode(),)
         return replace(self, modes=self.modes or defaults)
 

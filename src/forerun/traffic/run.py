@@ -24,9 +24,7 @@ from forerun.traffic.figures import ServiceLevel, TrafficBlock, TrafficReport, d
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
 
 MOST_WARM_UP = 8  # requests of a mode before its first block
-SET_FIELDS = (  # the fields of a body that the load test sets
-    "model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options", "speculation",
-)  # fmt: skip
+FIXED = ("model", "prompt", "messages", "max_tokens", "temperature", "seed", "stream", "stream_options", "speculation")
 
 
 async def measure_traffic(
@@ -42,7 +40,7 @@ async def measure_traffic(
     Raises InvalidRequest if requests cannot be sent or are refused.
     """
     for name in extra:
-        if name in SET_FIELDS:
+        if name in FIXED:
             raise InvalidRequest("body", f"{shown(name)} is set by the load test: leave it out.")
     passages = mixed_passages(prompts)
     for passage in passages:

@@ -304,9 +304,8 @@ class PassMeter:
                 self.step(timed_engine, full, 0)
             for size in chain.from_iterable((batch, size) for size in sizes):
                 needed = -(-size // batch) + 1  # tokens that must be left in the answer
-                if any(each.room <= needed for each in sequences) or len(timed_engine.engine.sequences) < len(
-                    sequences
-                ):
+                num_running = len(timed_engine.engine.sequences)
+                if num_running < len(sequences) or any(each.room <= needed for each in sequences):
                     break
                 rounds.append(self.step(timed_engine, full, size - batch))
         finally:
@@ -341,7 +340,7 @@ class PassMeter:
         return timed_engine.step(self.setup.clock)
 
     def new_engine(self, full: FullChains, number: int) -> TimedEngine:
-        """An engine with new sequences with room for full drafts at the end."""
+        """An engine with new sequences that have room for full drafts at the end."""
         setup = replace(
             self.setup,
             speculation=lambda depth: Speculation(0),
