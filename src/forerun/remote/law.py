@@ -156,7 +156,7 @@ def counts_test(first: ServedLaw, plain: Sequence[RemoteAnswer], speculating: Se
 
 def countable_prefixes(
     plain: Sequence[RemoteAnswer], speculating: Sequence[RemoteAnswer]
-) -> Iterator[tuple[str, list[Hashable], list[Hashable]]]:
+) -> Iterator[tuple[str, Sequence[Hashable], Sequence[Hashable]]]:
     """(description, prefixes of the plain texts, of the others) for each length that can be counted, longest first."""
     has_tokens = all(any(answer.tokens for answer in side) for side in (plain, speculating))
     for length in range(MOST_TOKENS, 1, -1) if has_tokens else CHARACTERS:

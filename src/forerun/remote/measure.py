@@ -68,8 +68,7 @@ def same_model(server: RemoteServer, other: RemoteServer) -> None:
     if all(fingerprints) and fingerprints[0] != fingerprints[1]:
         raise InvalidRequest(
             address.url_option,
-            f"{address.base} has another model or build (fingerprint {fingerprints[1]}, not {fingerprints[0]}): serve "
-            "the same on both.",
+            f"{address.base} has another model or build ({fingerprints[1]}, not {fingerprints[0]}): serve the same.",
         )
     if first.name != second.name and not address.model:
         option = f"--{address.model_option.replace('_', '-')}"

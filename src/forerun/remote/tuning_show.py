@@ -135,8 +135,7 @@ def conclusions_compared(tuning: ServerTuning) -> Iterator[Text]:
             yield Text(*gain_line(cell))
     slower, predicted = slower_from(tuning.cells), predicted_slower_from(tuning.cells)
     if slower is not None and slower is not tuning.cells[0]:
-        at = counted(slower.clients, "client")
-        yield Text(f"From {at} on, speculation is slower than plain decoding.", "bold yellow")
+        yield Text(f"From {counted(slower.clients, 'client')} on, speculation is slower.", "bold yellow")
     elif predicted is not None:
         yield Text(
             f"By linear extrapolation of the costs of rounds, it is slower from about {predicted:.0f} clients on.",
