@@ -277,7 +277,7 @@ def test_messages_and_with_chat_prompts_go_through_the_chat_template(
     messages, prompt, rendered = [answer["text"] for answer in answers(prompts)]
     assert messages == rendered != prompt
     refused = run("--temperature", "0", "--chat")
-    assert "another prompt than line 2 of the input" in refused.stderr
+    assert "an answer to line 2 of the input, whose prompt has changed" in refused.stderr
     assert run("--temperature", "0", "--chat", "--fresh").exit_code == 0
     assert [answer["text"] for answer in answers(prompts)[:2]] == [messages, messages]
     monkeypatch.setattr(llm.tokenizer, "_template", ChatTemplate(TEMPLATE + "x", "test"))
