@@ -11,6 +11,7 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.errors import EngineClosed, InvalidRequest
+from forerun.llm import generation_defaults
 from forerun.models.spec import ModelSpec
 from kit.checkpoints import SMALL, TARGET
 
@@ -79,6 +80,12 @@ def test_the_models_own_defaults_can_be_switched_off(with_defaults: Path, choice
 def test_another_folders_defaults_can_be_named(with_defaults: Path) -> None:
     llm = LLM(str(TARGET), dtype="float32", generation_config=str(with_defaults))
     assert llm.get_default_sampling_params().top_k == 7
+
+
+@pytest.mark.parametrize("choice", ["nowhere", "x" * 5000, "a\0b", "\ud800", 5])
+def test_what_names_no_defaults_is_refused(choice: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"generation_config: .* must be 'auto'"):
+        generation_defaults(choice, TARGET)  # type: ignore[arg-type]
 
 
 def test_a_spec_and_keywords_say_the_same() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
@@ -335,7 +336,7 @@ def generation_defaults(choice: str | None, folder: Path) -> GenerationDefaults:
         return GenerationDefaults()
     if choice == "auto":
         return GenerationDefaults.read(folder)
-    if isinstance(choice, str) and (Path(choice) / GENERATION_FILE).is_file():
+    if isinstance(choice, str) and os.path.isfile(Path(choice) / GENERATION_FILE):
         return GenerationDefaults.read(Path(choice))
     problem = f"{shown(choice)} must be 'auto' for the model's own, 'none', or a folder with {GENERATION_FILE}."
     raise InvalidRequest("generation_config", problem)

@@ -224,6 +224,39 @@ class Full(FileIO):
         return super().write(data[: len(data) // 2])
 
 
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "a\0b", "\ud800", "x" * 5000, f"{'x' * 300}/y"])
+def test_a_path_that_is_none_is_refused_by_name(name: str) -> None:
+    context = DraftContext(target := Blueprint.of(str(TARGET)), target.tokenizer(), print)
+    with pytest.raises(PastFileError, match="cannot be used for past answers") as refusal:
+        plan_drafter(f'suffix:"{name}"', context)
+    assert len(str(refusal.value)) < 500
+
+
+def test_a_lock_that_cannot_be_created_ends_in_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    past = opened(path)
+    assert past.file is not None
+    monkeypatch.setattr(past.file, "path", Path("/proc/answers.jsonl"))  # where root may write and nothing can be
+    with pytest.warns(RuntimeWarning, match="no longer stored there"):
+        past.add(1, "", [1, 2])
+
+
+def test_two_that_begin_one_file_with_other_tokenizers_do_not_mix_their_ids(path: Path) -> None:
+    first, second = opened(path), opened(path, vocabulary="w")  # the file is not there yet
+    first.add(1, "", [1, 2])
+    with pytest.warns(RuntimeWarning, match="another tokenizer's ids"):
+        second.add(1, "", [3, 4])
+    assert contents(opened(path)) == contents(first)
+
+
+def test_the_next_answer_does_not_continue_a_line_of_a_killed_process(path: Path) -> None:
+    past = opened(path)
+    past.add(1, "", [1, 2])
+    with path.open("ab") as file:
+        file.write(b'{"name":"other","tok')
+    past.add(2, "", [3, 4])
+    assert contents(opened(path)) == contents(past)
+
+
 def test_a_line_is_written_whole_or_not_at_all(path: Path) -> None:
     path.write_bytes(b"before\n")
     with Full(path, "a") as file, pytest.raises(OSError, match="No space"):

@@ -24,7 +24,7 @@ from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram_table import ORDER, NgramTable
-from forerun.draft.text.suffix_past import MAX_BYTES, PastAnswers, PastCursor, PastFile
+from forerun.draft.text.suffix_past import MAX_BYTES, PastAnswers, PastCursor, PastFile, usable_path
 from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
@@ -269,5 +269,7 @@ def files_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> tuple[PastFile |
     refuse_members(spec)
     if spec.argument is None:
         return None, None
-    path = Path(spec.argument).expanduser()
-    return (None, NgramTable.read(path, vocabulary())) if path.is_dir() else (PastFile(path, vocabulary()), None)
+    with usable_path(spec.argument):
+        path = Path(spec.argument).expanduser()
+        is_table = path.is_dir()
+    return (None, NgramTable.read(path, vocabulary())) if is_table else (PastFile(path, vocabulary()), None)

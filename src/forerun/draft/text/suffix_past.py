@@ -27,6 +27,7 @@ from filelock import FileLock
 
 from forerun.draft.text.suffix_tree import Leaf, Node, SuffixTree
 from forerun.errors import PastFileError, VocabularyMismatch
+from forerun.fields import short
 from forerun.store import parsed, replace_file
 
 DEPTH = 12  # tokens of the longest context and the token after it
@@ -35,6 +36,7 @@ SLACK = 64  # a file is rewritten if it has so many lines more than twice its va
 FORMAT = 1  # version of the file's format
 HEADER = "forerun past answers, form"
 LARGEST_ID = 2**31
+UNUSABLE = (OSError, RuntimeError, ValueError)  # what paths raise; the last two: an unknown user's home, a NUL
 POLL_S = 0.01  # how often a process that waits for the lock tries again
 
 
@@ -68,18 +70,19 @@ class PastFile:
     """
 
     def __init__(self, path: str | Path, vocabulary: str) -> None:
-        self.path = Path(path).expanduser().resolve()
+        with usable_path(path):
+            self.path = Path(path).expanduser().resolve()
         self.vocabulary = vocabulary
         self.broken = False
         self.restore(lambda answers: None)
 
     def restore(self, take: Callable[[list[PastAnswer]], list[PastAnswer] | None]) -> None:
         """Pass all stored answers to `take`, the oldest first. If it returns a list, the list replaces them."""
-        with self.refusing_os_errors():
+        with usable_path(self.path, (OSError,)):
             self.check_path()
             if not self.path.exists():
                 return
-        with self.refusing_os_errors(), self.locked() as file:
+        with usable_path(self.path, (OSError,)), self.locked() as file:
             shortened = take(self.read(file))
             if shortened is not None:
                 with contextlib.suppress(OSError):  # the longer file is valid too
@@ -91,20 +94,12 @@ class PastFile:
             return
         try:
             with self.locked() as file:
+                self.check_unchanged(file)
                 write_all(file, answer.line())
-        except OSError as error:
+        except (OSError, PastFileError, VocabularyMismatch) as error:
             self.broken = True  # no request fails because of it
             message = f"{self.path}: past answers are no longer stored there ({error})"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-    @contextmanager
-    def refusing_os_errors(self) -> Iterator[None]:
-        """Raise PastFileError, with the fix, in place of OSError."""
-        try:
-            yield
-        except OSError as error:
-            fix = "name a file in a folder that exists, where you may read and write"
-            raise PastFileError(f"{self.path} cannot be used for past answers ({error.strerror}): {fix}") from error
 
     def check_path(self) -> None:
         """Raise OSError if the file, or the lock in its folder, cannot be created."""
@@ -120,7 +115,9 @@ class PastFile:
     def locked(self) -> Iterator[FileIO]:
         """The file, open at its end, while no other process reads or writes it."""
         self.check_path()
-        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), mode=0o600)
+        lock_path = self.path.with_name(f".{self.path.name}.lock")
+        lock_path.touch(mode=0o600)  # raises where it cannot be created; FileLock would try forever
+        lock = FileLock(lock_path, mode=0o600)
         with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=open_private) as file:
             if not os.fstat(file.fileno()).st_size:
                 write_all(file, self.header())
@@ -144,6 +141,17 @@ class PastFile:
         file.truncate(file.tell() - len(end))
         return answers
 
+    def check_unchanged(self, file: FileIO) -> None:
+        """Check that another process has not made the file one of another kind, or was killed while writing to it.
+
+        An incomplete last line is removed. Raises as `read` does.
+        """
+        file.seek(0)
+        begins_as_ours = file.read(len(self.header())) == self.header()
+        file.seek(-1, os.SEEK_END)
+        if not begins_as_ours or file.read() != b"\n":
+            self.read(file)
+
     def header(self) -> bytes:
         return as_line({HEADER: FORMAT, "vocabulary": self.vocabulary})
 
@@ -160,6 +168,17 @@ class PastFile:
     def replace(self, answers: Sequence[PastAnswer]) -> None:
         """Replace the file atomically by one with only these answers."""
         replace_file(self.path, [self.header(), *(answer.line() for answer in answers)], like=self.path)
+
+
+@contextmanager
+def usable_path(path: str | Path, errors: tuple[type[Exception], ...] = UNUSABLE) -> Iterator[None]:
+    """Raise PastFileError, with the fix, in place of these errors."""
+    try:
+        yield
+    except errors as error:
+        reason = getattr(error, "strerror", None) or error
+        fix = "name a file in a folder that exists, where you may read and write"
+        raise PastFileError(f"{short(path)} cannot be used for past answers ({reason}): {fix}") from error
 
 
 def as_line(entry: dict[str, Any]) -> bytes:
