@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from forerun import progress
+from forerun.streams import show_error
 
 
 class Terminal(io.StringIO):
@@ -81,3 +82,16 @@ def test_work_of_hours_tells_a_file_how_far_it_is_now_and_then(monkeypatch: pyte
         clock[0] += 99
         bar("training", 0.1)
     assert "training 10%" not in file.getvalue()
+
+
+def test_a_message_is_printed_above_the_bar_and_not_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    with progress.LoadingBar(Console(stderr=True, force_terminal=True, width=60)) as bar:
+        bar("loading", 0.5)
+        show_error("no room")
+    before, _, _ = screen.getvalue().partition("no room")
+    line = before.rsplit("\x1b[2K", 1)[-1]  # what was written since a line was last erased
+    assert "error: " in line
+    assert "loading" not in line

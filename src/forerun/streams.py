@@ -36,8 +36,11 @@ def _show_line(kind: str, colour: str, message: object) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    line = " ".join(str(message).split())
-    Console(stderr=True, soft_wrap=True).print(Text(f"{kind}: ", f"bold {colour}"), Text(line, colour), sep="")
+    line, console = " ".join(str(message).split()), Console(stderr=True, soft_wrap=True)
+    with console.capture() as captured:
+        console.print(Text(f"{kind}: ", f"bold {colour}"), Text(line, colour), sep="")
+    sys.stderr.write(captured.get())  # a progress bar replaces this stream, and prints the line above itself
+    sys.stderr.flush()
 
 
 class WarningLines(logging.Handler):
