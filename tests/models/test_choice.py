@@ -17,7 +17,7 @@ from forerun.models.choice import BackendChoice, BackendKind, choose_backend, fa
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.projections import products
-from forerun.models.weights import number_formats
+from forerun.models.weights import candidate_dtypes
 from forerun.store import keep_measured
 from kit.checkpoints import TARGET
 
@@ -60,7 +60,7 @@ def test_times_are_measured_once_for_every_layer(
 ) -> None:
     """And said to be; what was measured decides again, and a damaged file is measured anew."""
     said: list[str] = []
-    dtypes = number_formats("auto", config)
+    dtypes = candidate_dtypes("auto", config)
     first = choose_backend("auto", dtypes, None, config, lambda what, done: said.append(f"{what} {0 <= done <= 1}"))
     assert first.advantage is not None
     assert set(said) == {"measuring kernels, once on this machine True"}
@@ -101,7 +101,7 @@ def test_what_was_asked_for_is_not_measured(cache: Path, config: ModelConfig, mo
     monkeypatch.setattr(choice, "SMALL_BYTES", 1 << 40)
     for dtype in (torch.bfloat16, torch.float16):
         of_dtype = replace(config, dtype=dtype)
-        found = choose_backend("auto", number_formats("auto", of_dtype), None, of_dtype)
+        found = choose_backend("auto", candidate_dtypes("auto", of_dtype), None, of_dtype)
         assert found.backend == BackendKind("native", dtype)
 
 
@@ -114,7 +114,7 @@ def test_float16_competes_with_float32(cache: Path, config: ModelConfig, monkeyp
         return {backend: [1.0 if backend.dtype == torch.float16 else 0.1] * 4 for backend in backends}
 
     monkeypatch.setattr(choice, "measure", measured)
-    found = choose_backend("auto", number_formats("auto", of_half), None, of_half)
+    found = choose_backend("auto", candidate_dtypes("auto", of_half), None, of_half)
     assert found.backend == BackendKind("native", torch.float32)
     assert BackendKind("native", torch.float16) in seen
     assert not {each for each in seen if each.dtype == torch.bfloat16 or each == BackendKind("torch", torch.float16)}
@@ -126,10 +126,10 @@ def test_torch_computes_in_16_bits_where_it_has_packed_operators(
 ) -> None:
     monkeypatch.setattr(choice, "has_bfloat16_linears", lambda: half)
     monkeypatch.setattr(choice, "find_kernels", lambda *_: None)
-    found = choose_backend("auto", number_formats("auto", config), None, config)
+    found = choose_backend("auto", candidate_dtypes("auto", config), None, config)
     assert found == BackendChoice(BackendKind("torch", torch.bfloat16 if half else torch.float32))
     of_half = replace(config, dtype=torch.float16)
-    wide = choose_backend("auto", number_formats("auto", of_half), None, of_half)
+    wide = choose_backend("auto", candidate_dtypes("auto", of_half), None, of_half)
     assert wide == BackendChoice(BackendKind("torch", torch.float32))
 
 

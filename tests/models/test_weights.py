@@ -16,7 +16,7 @@ from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.models import weights
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.projections import tensor_shapes
-from forerun.models.weights import Checkpoint, check_weights, number_formats
+from forerun.models.weights import Checkpoint, candidate_dtypes, check_weights
 from kit.checkpoints import SMALL, TARGET
 from kit.command import apart
 from kit.sparse import BASE, FAMILIES
@@ -248,7 +248,7 @@ def test_explicit_formats_are_taken_at_their_word() -> None:
         torch.bfloat16: ("bfloat16", "bf16"),
     }
     for dtype, names in spellings.items():
-        assert [number_formats(name, config) for name in (*names, dtype)] == [(dtype,)] * (len(names) + 1)
+        assert [candidate_dtypes(name, config) for name in (*names, dtype)] == [(dtype,)] * (len(names) + 1)
 
 
 def test_auto_prefers_the_checkpoints_own_format() -> None:
@@ -256,6 +256,6 @@ def test_auto_prefers_the_checkpoints_own_format() -> None:
     narrow, wide = (torch.bfloat16, torch.float32), (torch.float32,)
     wanted = {torch.float32: wide, torch.float64: wide, torch.bfloat16: narrow}
     for stored, held in (wanted | {torch.float16: (torch.float16, torch.float32)}).items():
-        assert number_formats("auto", replace(read_config(TARGET), dtype=stored)) == held
+        assert candidate_dtypes("auto", replace(read_config(TARGET), dtype=stored)) == held
     for stored, held in (wanted | {torch.float16: narrow}).items():
-        assert number_formats("auto", replace(read_config(TARGET), dtype=stored), activations_too=True) == held
+        assert candidate_dtypes("auto", replace(read_config(TARGET), dtype=stored), activations_too=True) == held

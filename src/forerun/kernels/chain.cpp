@@ -1,5 +1,5 @@
-// Drafts whole chains in one call: sample a token for every row, read them, sample again. A step of a small model is so
-// short that a return to Python between steps would take a good part of it.
+// Drafts entire chains in one call: sample a token for every row, read these tokens, sample again. A pass of a small
+// model is so short that a return to Python after each would take a considerable part of the time.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -11,9 +11,9 @@
 namespace forerun {
 
 struct Entry {  // the input of layers that read each token with the state before it (EAGLE, MTP); `StateEntry` in layer.py
-  const Linear* map;                     // of both to the stream; null: attention reads both, and the state is the stream
+  const Linear* map;                     // projects both to the stream; null: attention reads both, and the stream is the state
   const float *token_norm, *state_norm;  // padded gains; null: not normed
-  int64_t state_first, normed_stream;    // the state comes first in the concatenation; the stream is the normed state
+  int64_t state_first, normed_stream;    // the state precedes the token; the stream is the normed state
   int64_t reads_stream;                  // attention reads the mapped stream without norming it
   const float* output_norm;              // of the layers' output, which is the state before the next token; or null
 };
@@ -49,7 +49,7 @@ void embed(const Chains& c, int64_t token, float* x) {
   else get(x, static_cast<const float*>(c.embedding) + first, c.hidden);
 }
 
-class Step {  // the tokens that are read in one pass, and the states after all rows
+class Step {  // the inputs and outputs of one pass, and the state after the last token of each row
  public:
   Step(const Chains& chains, int64_t most)  // most tokens of a pass
       : c(chains), e(chains.entry), x(most * c.hidden) {

@@ -1,8 +1,8 @@
 // The decoder's layers over packed tokens, in one parallel region per pass; called from Python through plain C.
 //
-// Between two barriers threads share rows in row-wise operations, outputs in products with weights, and queries in
-// attention. The distribution never changes a result. The residual stream is float32. Each token has a position, a
-// cache slot and the path that it attends to.
+// Between two barriers, threads divide rows (in row-wise operations), outputs (in products with weights) or queries (in
+// attention) among themselves; the division never changes a result. The residual stream is float32. Each token has a
+// position, a cache slot and the path that it attends to.
 #include <omp.h>
 
 #include <type_traits>
@@ -15,7 +15,7 @@
 namespace forerun {
 
 template <typename T>
-class Worker {  // the part of one thread in a pass
+class Worker {  // computes one thread's part of a pass
  public:
   Worker(const Decoder& decoder, const Pass& pass, const std::vector<std::vector<Task>>& shares, Scratch& scratch,
          int thread, int num_threads)
@@ -37,8 +37,8 @@ class Worker {  // the part of one thread in a pass
     for (int64_t i = pass.first_layer; i < pass.end_layer; i++) layer(d.layers[i], i);
   }
 
-  // The thread that computed a row prepares it for the product that reads it, in pieces if the format allows: so
-  // nothing waits in between, and nothing is fetched from another core.
+  // The thread that computes a row also prepares it for the next product, in pieces if the format allows it: so no thread
+  // waits in between, and no row moves to another core.
   void layer(const Layer& l, int64_t index) {
     const int64_t hidden = padded(c.hidden), mixed = padded(d.q_size());
     const Rows rows{s.rows, s.scales}, next_rows{s.next_rows, s.scales};
@@ -87,7 +87,7 @@ class Worker {  // the part of one thread in a pass
     each_row([&](int64_t r) { add(r, l.mlp_out_norm); });
   }
 
-  // Queries, keys and values; if panels hold whole heads, each thread computes whole heads.
+  // Computes queries, keys and values. If panels consist of complete heads, each thread computes complete heads.
   void project_heads(const Layer& l, Rows rows, T* keys, T* values) {
     const int64_t num_heads = c.heads + 2 * c.kv_heads, columns = std::max<int64_t>(c.head_dim, WIDTH);
     if (num_heads * c.head_dim % columns == 0 && columns % c.head_dim == 0 && columns % WIDTH == 0 && !l.joint_norm) {
@@ -205,7 +205,7 @@ class Worker {  // the part of one thread in a pass
       for (int64_t p = std::max(from, g.first); p < std::min(to, g.end); p++) f(g, p);
   }
 
-  // A product whose result `add` adds to the stream.
+  // Computes a product, whose result `add` then adds to the residual stream.
   void add_up(const Linear& linear, Rows rows) {
     const int64_t stride = padded(c.hidden) + LANES;
     wait();

@@ -4,8 +4,8 @@
 
 namespace forerun {
 
-// All-gathers rows of which each rank has computed some columns, at the beginning of the row: rows have `columns`
-// numbers and are `stride` apart.
+// All-gathers the columns of rows. On entry each row begins with the columns that this rank has computed; on return it
+// has all `columns`. Rows are `stride` apart.
 typedef void (*Gather)(void* ranks, int64_t what, float* rows, int64_t stride, int64_t columns, int64_t num_rows);
 enum Gathered { HEADS, HIDDEN, NEURONS };  // the kind of columns
 
@@ -18,7 +18,7 @@ struct Shape {
   void* ranks;
 };
 
-struct Gated {  // an MLP: gate and up (or, if plain, only the activated layer), and down; null pointers: no MLP
+struct Gated {  // an MLP: gate and up (only the activated layer if it is not gated), and down; null: no MLP
   const Linear *gate_up, *down;
   int64_t plain;  // whether the MLP is not gated
 

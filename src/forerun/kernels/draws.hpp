@@ -4,8 +4,8 @@
 
 namespace forerun {
 
-// Nodes after which a token is sampled: each has a row of logits, its row of the round, and the path of draft tokens
-// that leads to it, from its start in `paths`.
+// Nodes after which a token is sampled. Each has its own logits, its row of the round, and the path of draft tokens that
+// leads to it: `lengths` tokens of `guesses`, from `starts` on.
 struct Nodes {
   const RowLaw* laws;  // by row of the round
   float slack;

@@ -1,8 +1,8 @@
 // Mixture of experts: the routing of each token, and the rows of each expert.
 //
 // A pair is a token and one of its MLPs: its experts by descending weight, then the shared expert, if there is one.
-// Pairs are grouped by MLP, so that each MLP is read from memory once, and every token sums its outputs in the order of
-// its own ranking: so results do not depend on other tokens.
+// Pairs are grouped by MLP, so that each MLP is read from memory once. Every token sums its outputs in the order of its
+// own ranking, so results do not depend on other tokens.
 #pragma once
 #include <vector>
 

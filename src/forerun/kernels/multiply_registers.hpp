@@ -138,7 +138,7 @@ struct Dot<INT8> {  // four inputs of each output; integer sums, exact in any or
       const IntRegister weights = weights_at(line, part);
       const char* from = x;
       for (int r = 0; r < R; r++) {
-        if (PARTS > 1 && r == KEPT) asm volatile("" : "+r"(from));  // read anew for every part, or they would displace sums
+        if (PARTS > 1 && r == KEPT) asm volatile("" : "+r"(from));  // read again for every part: otherwise they displace sums
         sums[r][part] = dot(sums[r][part], weights, number_at<int32_t>(from + r * stride));
       }
     }
@@ -182,7 +182,7 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
         for (int part = 0; part < PARTS; part++) f(sums[p][r][part], reinterpret_cast<Anywhere*>(place(p, r))[part]);
   };
   if (first) each([](Sums& sum, Anywhere& waiting) { sum = waiting; });
-  const int64_t panel = l.panel_bytes(), stride = l.row_bytes();  // else worked out anew for every line
+  const int64_t panel = l.panel_bytes(), stride = l.row_bytes();  // otherwise computed for every line
   const bool fetches = R > FEW_ROWS || P < PANELS || fetches_few();
   const char* line = l.panel(column) + first * LINE_BYTES;
   const char* x = rows.data + row * stride + first * Dot<F>::STEP;
@@ -191,7 +191,7 @@ __attribute__((noinline)) void multiply_block(const Linear& l, int64_t column, R
     const char* from = line;
 #pragma GCC unroll 2  // early enough for sums to become registers
     for (int turn = 0; turn < Dot<F>::TURNS; turn++) {
-      if (F == BFLOAT16 && PARTS == 1 && turn) asm volatile("" : "+r"(from));  // read anew, or the first turn's weights would displace sums
+      if (F == BFLOAT16 && PARTS == 1 && turn) asm volatile("" : "+r"(from));  // read again: otherwise the first turn's weights displace sums
       for (int p = 0; p < P; p++) Dot<F>::template add<R>(sums[p], from + p * panel, x, stride, turn);
     }
     x += Dot<F>::STEP, ahead += step;

@@ -43,7 +43,7 @@ FOREIGN = (  # file pattern, the most specific first; description; fix
         "has {name}, but another file is missing",
         "download the rest (`hf download owner/name`)",
     ),
-    ("*.safetensors", "has {name} but no model.safetensors", "rename it if it holds the whole model"),
+    ("*.safetensors", "has {name} but no model.safetensors", "rename it if it contains the entire model"),
     *(
         (f"*.{end}", "has {name}, and weights in this format are not supported", "use the version in safetensors")
         for end in ("onnx", "h5", "msgpack", "pt", "pth", "bin", "ckpt", "nemo")

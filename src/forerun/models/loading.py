@@ -39,7 +39,7 @@ from forerun.models.shards.shard import Shard
 from forerun.models.shards.target import shared_runner
 from forerun.models.source import find_checkpoint, find_tokenizer
 from forerun.models.spec import ModelSpec
-from forerun.models.weights import Checkpoint, StoredGroups, check_weights, number_formats
+from forerun.models.weights import Checkpoint, StoredGroups, candidate_dtypes, check_weights
 from forerun.text.tokenizer import Tokenizer
 
 SAMPLE_BYTES = 1 << 20
@@ -90,7 +90,7 @@ class Blueprint:
             )
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
-        dtypes = number_formats(spec.dtype, config, placement.fixed)
+        dtypes = candidate_dtypes(spec.dtype, config, placement.fixed)
         checkpoint = Checkpoint.of_model(folder, dtypes[0], placement.fixed)
         config = check_weights(config, checkpoint)
         if is_shared:

@@ -53,7 +53,7 @@ OTHER_NAMES = {  # InternLM 2's names, mapped to Llama's
 log = logging.getLogger(__name__)
 
 
-def number_formats(
+def candidate_dtypes(
     requested: str | torch.dtype, config: ModelConfig, activations_too: bool = False
 ) -> tuple[torch.dtype, ...]:
     """The dtypes that weights may be loaded in, the preferred one first. Raises InvalidRequest.
@@ -152,7 +152,7 @@ class Checkpoint:
         entry = self.stored.get(name)
         if entry is None or entry.shape != shape or entry.format not in WHOLE:
             finding = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
-            raise UnsupportedModel(f"{self.folder}: {name} {finding}; it must be whole numbers of shape {list(shape)}")
+            raise UnsupportedModel(f"{self.folder}: {name} {finding}; it must be integers of shape {list(shape)}")
         return entry.read().long()
 
     def find(self, name: str, shape: tuple[int, ...]) -> Stored:

@@ -102,8 +102,8 @@ class GroupedLinear:
         w, rows = self.weight, functional.pad(x.float(), (0, -x.shape[1] % ROW_GROUP)).unflatten(1, (-1, ROW_GROUP))
         tiny = torch.finfo(torch.float32).tiny
         scales = (rows.abs().amax(2, keepdim=True) / LARGEST_INT8).clamp_min(tiny)
-        whole = (rows * scales.reciprocal()).round_().flatten(1)[:, : x.shape[1]]
-        inputs = whole.double().unflatten(1, (-1, w.size)).transpose(0, 1)  # [groups, rows, size]
+        integers = (rows * scales.reciprocal()).round_().flatten(1)[:, : x.shape[1]]
+        inputs = integers.double().unflatten(1, (-1, w.size)).transpose(0, 1)  # [groups, rows, size]
         sums = torch.bmm(inputs, w.numbers.double().unflatten(1, (-1, w.size)).permute(1, 2, 0)).float()
         shares = scales[:, :, 0].repeat_interleave(ROW_GROUP // w.size, 1).T  # [groups, rows]
         totals = shares * inputs.sum(2).float()

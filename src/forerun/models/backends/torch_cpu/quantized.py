@@ -38,24 +38,27 @@ class QuantizedLinear:
     """
 
     def __init__(self, weight: WeightMatrix, bias: Bias | None, packed: bool = True) -> None:
-        whole, scales = quantize_rows(weight)
+        integers, scales = quantize_rows(weight)
         self.scales = scales[:, 0].contiguous()
         self.bias = None if bias is None else bias.float()
-        self.whole = torch.ops.onednn.qlinear_prepack(whole, None) if packed else in_short_sums(whole).contiguous()
+        if packed:
+            self.integers = torch.ops.onednn.qlinear_prepack(integers, None)
+        else:
+            self.integers = in_short_sums(integers).contiguous()
         self.zero = torch.zeros(1, dtype=torch.int64)
         self.packed = packed
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        whole, scales = quantize_rows(x)
-        result = self.multiply(whole) * scales
+        integers, scales = quantize_rows(x)
+        result = self.multiply(integers) * scales
         return (result if self.bias is None else result + self.bias).to(x.dtype)
 
-    def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+    def multiply(self, integers: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """The integer sums times the outputs' scales, in float32."""
         if not self.packed:
-            return exact_product(whole, self.whole) * self.scales
+            return exact_product(integers, self.integers) * self.scales
         result: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-            whole, 1.0, 0, self.whole, self.scales, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
+            integers, 1.0, 0, self.integers, self.scales, self.zero, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return result
 
@@ -67,11 +70,11 @@ def quantize_rows(x: Float[Tensor, "rows width"]) -> tuple[Int8[Tensor, "rows wi
     return (wide * scales.reciprocal()).round_().to(torch.int8), scales
 
 
-def in_short_sums(whole: Int8[Tensor, "rows inputs"]) -> Int8[Tensor, "sums rows terms"]:
+def in_short_sums(integers: Int8[Tensor, "rows inputs"]) -> Int8[Tensor, "sums rows terms"]:
     """The columns in groups of equal size, at most EXACT_TERMS; the last group is zero-padded."""
-    inputs = whole.shape[1]
+    inputs = integers.shape[1]
     terms = -(-inputs // -(-inputs // EXACT_TERMS))
-    return functional.pad(whole, (0, -inputs % terms)).view(len(whole), -1, terms).transpose(0, 1)
+    return functional.pad(integers, (0, -inputs % terms)).view(len(integers), -1, terms).transpose(0, 1)
 
 
 def exact_product(
@@ -99,12 +102,12 @@ def quantized_packing_is_exact() -> bool:
     weight[0] = 1.0
     x = torch.randn(5, 4096, generator=dice)
     x[0] = 1.0
-    whole, _ = quantize_rows(x)
+    integers, _ = quantize_rows(x)
     try:
-        product = QuantizedLinear(weight, None).multiply(whole)
+        product = QuantizedLinear(weight, None).multiply(integers)
     except (RuntimeError, AttributeError):  # no such operator in this torch, or none for this instruction set
         return False
-    return torch.equal(product, QuantizedLinear(weight, None, packed=False).multiply(whole))
+    return torch.equal(product, QuantizedLinear(weight, None, packed=False).multiply(integers))
 
 
 class Quantized4Linear(QuantizedLinear):
@@ -115,19 +118,19 @@ class Quantized4Linear(QuantizedLinear):
     """
 
     def __init__(self, weight: WeightMatrix, bias: Bias | None) -> None:
-        whole, scales = quantize_groups(weight)
-        groups = functional.pad(whole, (0, -whole.shape[1] % GROUP)).view(len(whole), -1, GROUP)
+        integers, scales = quantize_groups(weight)
+        groups = functional.pad(integers, (0, -integers.shape[1] % GROUP)).view(len(integers), -1, GROUP)
         low, high = (groups - LOWEST).to(torch.uint8).chunk(2, dim=2)
         self.halves = (low | high << 4).transpose(0, 1).contiguous()  # [groups, outputs, GROUP / 2]
         self.scales = scales.T.contiguous()  # [groups, outputs]
         self.bias = None if bias is None else bias.float()
 
-    def multiply(self, whole: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+    def multiply(self, integers: Int8[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         """The sum over groups; weights are converted to float32 a block of outputs at a time."""
         num_groups, outputs, _ = self.halves.shape
-        padded = functional.pad(whole, (0, num_groups * GROUP - whole.shape[1]))
-        x = padded.view(len(whole), num_groups, GROUP).transpose(0, 1).float()
-        product = torch.zeros(len(whole), outputs)
+        padded = functional.pad(integers, (0, num_groups * GROUP - integers.shape[1]))
+        x = padded.view(len(integers), num_groups, GROUP).transpose(0, 1).float()
+        product = torch.zeros(len(integers), outputs)
         step = max(1, BLOCK_WEIGHTS // (num_groups * GROUP))
         for first in range(0, outputs, step):
             part, block = product[:, first : first + step], self.halves[:, first : first + step]
@@ -150,8 +153,8 @@ def quantize_groups(
     outputs, inputs = weight.shape
     groups = functional.pad(weight.float(), (0, -inputs % GROUP)).view(-1, GROUP)
     parts = [round_groups(part.T.contiguous()) for part in groups.split(BLOCK_GROUPS if weight.is_cpu else len(groups))]
-    whole = torch.cat([whole.T for whole, _ in parts]).view(outputs, -1)[:, :inputs]
-    return whole.contiguous(), torch.cat([scales for _, scales in parts]).view(outputs, -1)
+    integers = torch.cat([integers.T for integers, _ in parts]).view(outputs, -1)[:, :inputs]
+    return integers.contiguous(), torch.cat([scales for _, scales in parts]).view(outputs, -1)
 
 
 def round_groups(x: Float[Tensor, "within groups"]) -> tuple[Int8[Tensor, "within groups"], Float[Tensor, " groups"]]:
@@ -167,8 +170,8 @@ def round_groups(x: Float[Tensor, "within groups"]) -> tuple[Int8[Tensor, "withi
         better = errors[0] < least
         best, least = torch.where(better, scales, best), torch.where(better, errors[0], least)
     best = torch.where(least.isfinite(), best, usable_scales(largest / STEPS[0]))
-    whole = torch.div(x, best).round_().clamp_(LOWEST, HIGHEST)
-    return whole.nan_to_num_(0.0).to(torch.int8), best.bfloat16()
+    integers = torch.div(x, best).round_().clamp_(LOWEST, HIGHEST)
+    return integers.nan_to_num_(0.0).to(torch.int8), best.bfloat16()
 
 
 def usable_scales(scales: Float[Tensor, " groups"]) -> Float[Tensor, " groups"]:
