@@ -60,9 +60,8 @@ class MoeForm:
     """The mixture-of-experts layers of a family.
 
     `intermediate` and `shared` are the keys in config.json for the widths of an expert and of the shared expert (None:
-    there is none). `normalised`: whether the routing weights of the chosen experts sum to 1, or the key that holds
-    this. `bias`: router and experts have biases. `clamped`: the activation is clamped, with `swiglu_limit` and
-    `swiglu_alpha`.
+    there is none). `normalised`: whether the routing weights of the chosen experts sum to 1, or the key for this.
+    `bias`: router and experts have biases. `clamped`: the activation is clamped (`swiglu_limit`, `swiglu_alpha`).
     """
 
     names: ExpertNames

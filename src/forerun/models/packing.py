@@ -114,9 +114,8 @@ class LayerMaker:
         """The packed linear layer of a projection, with arguments as in `linear`; in stored groups if possible."""
         fetch = fetch or self.fetch
         part = self.part([size + outputs for size in projection.sizes], what)
-        weight = None
-        if not (outputs or inputs or shift is not None or any(edit.centred for edit in edits)):
-            weight = stored_groups(projection, f"model.layers.{self.index}.", self.take_groups, edits)
+        changed = outputs or inputs or shift is not None or any(edit.centred for edit in edits)
+        weight = None if changed else stored_groups(projection, f"model.layers.{self.index}.", self.take_groups, edits)
         if weight is None:
             make = part(partial(self.backend.linear, quantize=self.quantize))
             return linear(projection, make, fetch, outputs, inputs, edits, shift)

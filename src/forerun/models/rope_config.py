@@ -57,8 +57,7 @@ def key_of_rope(fields: Fields) -> str:
 def read_rope(fields: Fields, family: Family, positions: int, width: int, of: str) -> RopeConfig:
     """The rotary parameters of layers of type `of` in layer_types; `width` elements of each head are rotated.
 
-    Families with two sets of parameters store them in objects named after the layer types, or store a separate base
-    (rope_local_base_freq) for sliding-window layers.
+    Families with two sets of parameters store them under the layer types, or a separate base for windowed layers.
     """
     key = key_of_rope(fields)
     rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)

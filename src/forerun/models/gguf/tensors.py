@@ -194,10 +194,8 @@ def ups_of(file: GgufFile, gates: str) -> TensorLocation:
 def experts_of(
     file: GgufFile, location: TensorLocation, name: str, prefix: str, names: ExpertNames
 ) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensors, by Hugging Face's names, from a stored tensor of gate, up or down of all experts in a layer.
-
-    In a family that fuses gate and up, the gates give the fused tensor, and the ups nothing.
-    """
+    """The tensors, by Hugging Face's names, from a stored tensor of gate, up or down of all experts in a layer. In a
+    family that fuses gate and up, the gates give the fused tensor, and the ups nothing."""
     *_, part, kind = name.split(".")
     which, count = part.split("_")[1], location.shape[0]
     if len(location.shape) != (2 if kind == "bias" else 3):

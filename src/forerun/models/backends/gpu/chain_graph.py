@@ -29,9 +29,9 @@ from forerun.models.backends.gpu.chain_tables import (
     Buffers,
     ChainShape,
     ReadingRunner,
+    apply_verdict,
     below_of,
     lay_out_steps,
-    set_by_verdict,
     sources_of,
 )
 from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, run_pass
@@ -164,7 +164,7 @@ class ChainGraph:
         buffers = self.buffers_of(shape, texts, None)
         arrays = self.arrays(buffers, draws, deepest, range(len(starts)), texts.tokens, None, ahead=True)
         buffers.packed.fill(rows.arrays(shape.steps) | arrays)
-        set_by_verdict(buffers, judged, starts, runner.device)
+        apply_verdict(buffers, judged, starts, runner.device)
         nodes, ends = self.run(shape, buffers, draws.num_ids, texts, None)
         slots = {seq_id: runner.cache.start(seq_id) for seq_id in seq_ids}
         self.ahead = ChainsAhead(judged, deepest, lengths, slots, arriving, nodes, ends, runner.graphs.num_runs)

@@ -127,9 +127,7 @@ def lay_out_steps(
     return arrays
 
 
-def set_by_verdict(
-    buffers: Buffers, judged: VerifiedChains, starts: Sequence[ChainStart], device: torch.device
-) -> None:
+def apply_verdict(buffers: Buffers, judged: VerifiedChains, starts: Sequence[ChainStart], device: torch.device) -> None:
     """Set, on the device, the tables that depend on the verdict: the tokens of the texts, and where chains start."""
     depth, rows = max(start.depth for start in starts), upload([start.row for start in starts], torch.long, device)
     tables, text = buffers.packed.tables, buffers.text
