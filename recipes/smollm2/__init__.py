@@ -1,1 +1,1 @@
-"""How the drafter for SmolLM2-135M-Instruct is made."""
+"""The recipe of the drafter for SmolLM2-135M-Instruct."""

@@ -27,8 +27,8 @@ from recipes.smollm2.prompts import write_prompts
 NUM_PROMPTS = 1664
 SETTINGS = TrainSettings(steps=80, batch=32, temperature=0.5, max_tokens=128)
 NUM_ANSWERS = 80 * SETTINGS.batch
-DEPTH = 8  # at which held-out answers are drafted
-Answer = tuple[Sequence[int], int]  # a text, and where in it the answer begins
+DEPTH = 8  # of drafts for held-out answers
+Answer = tuple[Sequence[int], int]  # a text, and the index where its answer begins
 
 
 def main(
@@ -37,7 +37,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the drafter goes.")] = Path("build/smollm2/ngrams"),
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
-    """Write prompts and answers, and put into `out` what a drafter needs. Prompts that are there are kept."""
+    """Write prompts and answers, and the drafter into `out`. Existing prompts are reused."""
     work.mkdir(parents=True, exist_ok=True)
     write_prompts(model, NUM_PROMPTS, work / "prompts.jsonl", threads)
     target = Blueprint.of(ModelSpec(model))
@@ -48,7 +48,7 @@ def main(
 
 
 def answers(target: Blueprint, data: TrainingData) -> list[Answer]:
-    """What the target answers to the prompts, in orders and with seeds that are always the same."""
+    """The target's answers to the prompts, in a fixed order and with fixed seeds."""
     found: list[Answer] = []
     with answering_llm(target, data, SETTINGS, quiet) as llm:
         source = AnswerSource(llm, data, SETTINGS, ())
@@ -60,11 +60,11 @@ def answers(target: Blueprint, data: TrainingData) -> list[Answer]:
 
 
 def quiet(*_: object) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress."""
 
 
 def ship(model: str, data: TrainingData, texts: Sequence[Answer], out: Path, threads: int | None = None) -> None:
-    """Count, and put table, record and card into the folder."""
+    """Count n-grams, and write table, record and card to the folder."""
     target = Blueprint.of(ModelSpec(model))
     out.mkdir(parents=True, exist_ok=True)
     write_ngrams(out, texts, target.tokenizer().fingerprint())
@@ -88,7 +88,7 @@ def ship(model: str, data: TrainingData, texts: Sequence[Answer], out: Path, thr
 
 
 def card(record: DrafterRecord, num_answers: int, num_tokens: int, num_bytes: int) -> str:
-    """What the drafter is, how it was made, and what held-out answers say of it."""
+    """The drafter's card: what it is, how it was made, and its results on held-out answers."""
     rows = "\n".join(
         f"| {depth} | {rate:.2f} | {tokens:.2f} |"
         for depth, (rate, tokens) in enumerate(

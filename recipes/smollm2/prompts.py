@@ -1,4 +1,4 @@
-"""Stage 1: prompts that the target writes itself, so that nobody's texts are needed.
+"""Stage 1: prompts that the target writes itself, so that no other data are needed.
 
 Behind its template's beginning of a user's turn an instruct model writes what a user might ask (Magpie, 2406.08464).
 Each prompt begins with an opening from `OPENINGS`, so that all kinds of questions occur, and some are about a passage,
@@ -113,7 +113,7 @@ def write_prompts(model: str, count: int, path: Path, threads: int | None = None
 
 
 def batch_of(llm: LLM, first: int) -> Iterator[tuple[int, str]]:
-    """The prompts from number `first` on that are long enough, behind their numbers."""
+    """The prompts from number `first` on that are long enough, with their numbers."""
     places = range(first, first + BATCH)
     if (first // BATCH) % 4:
         openings = [OPENINGS[i % len(OPENINGS)] for i in places]
@@ -127,13 +127,13 @@ def batch_of(llm: LLM, first: int) -> Iterator[tuple[int, str]]:
 
 
 def went_on(llm: LLM, openings: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
-    """Messages of a user that begin so."""
+    """Messages of a user that start with these words."""
     rest = answered(llm, [USER + opening for opening in openings], seeds, tokens)
     return [(opening + more).strip() for opening, more in zip(openings, rest, strict=True)]
 
 
 def answered(llm: LLM, prompts: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
-    """What the target writes behind these, up to the end of a turn."""
+    """The target's continuations of these texts, up to the end of a turn."""
     params = [SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, max_tokens=tokens, seed=seed) for seed in seeds]
     ids = [llm.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
     return [result.outputs[0].text for result in llm.generate(ids, params)]

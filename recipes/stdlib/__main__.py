@@ -1,4 +1,4 @@
-"""`python -m recipes.stdlib`: make the bundled family, or go on making it. About three hours on 2 cores."""
+"""`python -m recipes.stdlib`: train the bundled family, or resume. It takes about three hours on 2 cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 5: the model card, the list of the corpus' files, and the picture of the losses. States what was measured."""
+"""Stage 5: the model card, the list of the corpus' files, and the picture of the losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def path_of(file: SourceFile) -> str:
 
 
 def draw_losses(records: Mapping[str, Record], path: Path) -> None:
-    """A panel per stage: the target's cross-entropy, and one minus the students' acceptance; none without a curve."""
+    """Draw a panel per stage: the target's cross-entropy, and one minus the students' acceptance."""
     students = {name: record for name, record in records.items() if name != "target"}
     stages = [
         ({"target": records["target"]}, "the target's cross-entropy, nats per token"),
@@ -51,7 +51,7 @@ def draw_losses(records: Mapping[str, Record], path: Path) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of the last SMOOTH steps."""
+    """Means over the last SMOOTH steps."""
     tails = (losses[max(0, i - SMOOTH + 1) : i + 1] for i in range(len(losses)))
     return [sum(tail) / len(tail) for tail in tails]
 
@@ -59,7 +59,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 def write_card(
     path: Path, files: Sequence[SourceFile], records: Mapping[str, Record], num_texts: int, figures: Figures
 ) -> None:
-    """The card of the whole family, as Markdown."""
+    """Write the card of the family, as Markdown."""
     held_out = [f for f in files if f.held_out]
     target, draft = records["target"], records["draft"]
     python, distinct = platform.python_version(), figures.distinct_ngrams

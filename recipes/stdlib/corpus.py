@@ -17,7 +17,7 @@ NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file: its path below the standard library, its text, and the hash of its bytes."""
+    """A file: its path below the standard library, its text, and the hash of its bytes."""
 
     path: str
     text: str
@@ -25,13 +25,13 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether no model may learn from it: one file in HELD_OUT_ONE_IN, chosen by its path."""
+        """Whether the file is held out: one file in HELD_OUT_ONE_IN is, selected by its path."""
         digest = hashlib.sha256(self.path.encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def standard_library() -> Path:
-    """Where the running Python keeps its standard library."""
+    """The folder of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 

@@ -21,7 +21,7 @@ KL_SHARE = 0.1
 
 
 def open_students(path: Path, shapes: Mapping[str, Shape], vocab_size: int, schedule: Schedule) -> Run:
-    """The students' run as far as it has come; `losses` holds 1 - acceptance."""
+    """The students' run, resumed from its checkpoint; its losses are 1 - acceptance."""
     models: dict[str, nn.Module] = {name: build_llama(s, vocab_size, schedule.seed) for name, s in shapes.items()}
     optimizers = {name: build_optimizers(model, schedule) for name, model in models.items()}
     run = Run(path, models, optimizers, losses={name: [] for name in models})
@@ -32,7 +32,7 @@ def open_students(path: Path, shapes: Mapping[str, Shape], vocab_size: int, sche
 def distill(
     run: Run, target: nn.Module, corpus: Tensor, texts: Tensor, schedule: Schedule, bos: int, bar: Progress
 ) -> None:
-    """Train all students to the schedule's end. `corpus` and `texts` are streams of tokens, 1-D."""
+    """Train all students to the schedule's end on the 1-D token streams `corpus` and `texts`."""
     task = bar.add_task("students", total=schedule.steps, completed=run.step)
     target.eval()
     while run.step < schedule.steps:

@@ -1,4 +1,4 @@
-"""A draft of another vocabulary: as large as the family's, 1,024 tokens of the same corpus, taught by text alone.
+"""A draft model with another vocabulary: as large as the family's, with 1,024 tokens, trained on text alone.
 
 `python -m recipes.stdlib.foreign` makes it, or goes on making it; under an hour on 2 cores.
 The target's law is over other tokens, so it cannot be handed on token by token; what can be is its text. The draft
@@ -34,7 +34,7 @@ FAMILY = Path(__file__).resolve().parents[2] / "src" / "forerun" / "bundled" / "
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """Everything that decides what comes out, beside the corpus and the target."""
+    """Everything that determines the result, apart from the corpus and the target."""
 
     vocab_size: int
     target_vocab_size: int
@@ -55,7 +55,7 @@ FOREIGN = Foreign(
 
 
 def cook_foreign(recipe: Foreign, source: Path, target: Path, work: Path, out: Path, bar: Progress) -> None:
-    """Train the draft into `out`; `work` keeps tokenizer, texts and checkpoint, and a second call goes on from them.
+    """Train the draft into `out`; `work` stores tokenizer, texts and checkpoint, from which a later call resumes.
 
     Raises ValueError where `work` was begun from another corpus, recipe or target, FileNotFoundError where `target` is
     none of the family's.
@@ -76,7 +76,7 @@ def cook_foreign(recipe: Foreign, source: Path, target: Path, work: Path, out: P
 def target_texts(
     recipe: Foreign, files: Sequence[SourceFile], target: Path, work: Path, tokenizer: Tokenizer, bar: Progress
 ) -> Tensor:
-    """What the target writes from beginnings of training files, as the draft's tokens, one text after the other."""
+    """The target's continuations of beginnings of training files, in the draft's tokens, as one stream."""
     own = Tokenizer.from_file(str(target / "tokenizer.json"))
     corpus = tokenize(files, own)
     folder = work / "texts"
@@ -88,7 +88,7 @@ def target_texts(
 
 
 def learn(run: Run, streams: Sequence[Tensor], recipe: Foreign, bos: int, bar: Progress) -> None:
-    """Train to the schedule's end on `streams`, the corpus and the target's texts, both 1-D."""
+    """Train to the schedule's end on `streams`: the corpus and the target's texts, both 1-D."""
     schedule, model, optimizers = recipe.schedule, run.models[NAME], run.optimizers[NAME]
     task = bar.add_task(NAME, total=schedule.steps, completed=run.step)
     while run.step < schedule.steps:
@@ -116,7 +116,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the draft's folder goes.")] = Path("build/foreign/out"),
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
 ) -> None:
-    """Train a tokenizer of 1,024 tokens and the draft that speaks it."""
+    """Train a tokenizer of 1,024 tokens, and a draft model with it."""
     if threads is not None:
         torch.set_num_threads(threads)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

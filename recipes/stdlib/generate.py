@@ -24,7 +24,7 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """How many texts, and how long: `num_prompt` tokens of the corpus, then `num_new` of the target's own."""
+    """The number and length of texts: `num_prompt` tokens of the corpus, then `num_new` of the target."""
 
     count: int
     num_prompt: int = 32
@@ -32,7 +32,7 @@ class Texts:
     seed: int = 0
 
     def prompts(self, corpus: Tensor, bos: int) -> list[list[int]]:
-        """Where the texts begin: places of the corpus drawn with the seed, each behind `<s>`."""
+        """The beginnings of the texts: `<s>` and tokens of the corpus from places sampled with the seed."""
         dice = torch.Generator().manual_seed(self.seed)
         starts = torch.randint(0, len(corpus) - self.num_prompt, (self.count,), generator=dice).tolist()
         return [[bos, *corpus[start : start + self.num_prompt].tolist()] for start in starts]

@@ -1,4 +1,4 @@
-"""`python -m recipes.stdlib.heads`: train the family's heads, or go on training them, and measure what ships.
+"""`python -m recipes.stdlib.heads`: train the family's heads, or resume, and measure all drafters.
 
 The heads draft on the bundled target's states. They are made by `forerun train`, whose very settings are the table
 below, from the training files of the corpus; the target writes the answers that they learn from. Then all drafters of
@@ -45,7 +45,7 @@ class Head:
 
     @property
     def command(self) -> str:
-        """The same on the command line; corpus.jsonl has the training files as texts."""
+        """The equivalent command line; corpus.jsonl has the training files as texts."""
         usual = asdict(TrainSettings())
         learning = {name: value for name, value in asdict(self.settings).items() if value != usual[name]}
         given = {**asdict(self.sizes), **learning, "threads": self.threads}
@@ -130,7 +130,7 @@ def main(
 
 
 def corpus_file(work: Path) -> Path:
-    """The training files of the corpus, a text a line."""
+    """Write the training files of the corpus, one text per line."""
     path = work / "corpus.jsonl"
     if not path.exists():
         texts = (file.text for file in read_corpus(standard_library()) if not file.held_out)
@@ -139,7 +139,7 @@ def corpus_file(work: Path) -> Path:
 
 
 def make(head: Head, folder: Path, data: Path, target: Path) -> Path:
-    """Train it, or go on; returns the folder."""
+    """Train a head, or resume; returns its folder."""
     with LoadingBar(Console(stderr=True, highlight=False)) as bar:
         task = TrainTask(head.kind, ModelSpec(str(target)), [data], folder, head.sizes, threads=head.threads)
         train(task, head.settings, bar)
@@ -147,14 +147,14 @@ def make(head: Head, folder: Path, data: Path, target: Path) -> Path:
 
 
 def ship(made: Path, folder: Path) -> None:
-    """Copy what a drafter needs."""
+    """Copy the files of a drafter."""
     folder.mkdir(exist_ok=True)
     for name in SHIPPED:
         shutil.copyfile(made / name, folder / name)
 
 
 def learnt_from(settings: TrainSettings) -> str:
-    """What a training learnt from, as a sentence without its end."""
+    """The training data in words, as the start of a sentence."""
     times = "" if settings.passes == 1 else f", each answer used {settings.passes} times"
     return f"{settings.steps:,} steps of {settings.batch} answers of the target at temperature 1{times}"
 

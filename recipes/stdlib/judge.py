@@ -1,4 +1,4 @@
-"""What the family's drafters are worth: tokens per round on held-out files, and what their rounds cost.
+"""Evaluates the family's drafters: tokens per round on held-out files, and the cost of their rounds.
 
 The target goes on from held-out files, drafted to a fixed depth by each drafter in turn, so all of them are judged on
 the same answers. Costs of rounds are those of one sequence, as multiples of a plain round; they hold for a machine that
@@ -26,12 +26,12 @@ NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 24, 96, 128
 DEPTH, TIMED_DEPTHS = 4, (1, 2, 3, 4)
 TEMPERATURES = (0.0, 1.0)
 STUDENTS = ("draft", "middle")
-LEADS = {"early-exit": "2:"}  # of the argument, before the folder
+LEADS = {"early-exit": "2:"}  # the part of the argument before the folder
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """P(guess j accepted | those before it were), and tokens per round by depth from 1.
+    """P(draft token j accepted | those before it were), and tokens per round by depth from 1.
 
     The last is counted; the others follow from acceptance, for a drafter that always guesses to the full depth.
     """
@@ -51,7 +51,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class DrafterFigures:
-    """All figures of one drafter. `costs` are of rounds at TIMED_DEPTHS, in plain rounds; empty where not timed."""
+    """All figures of a drafter. `costs` are those of rounds at TIMED_DEPTHS, in plain rounds; empty if not timed."""
 
     draft: str
     depth: int
@@ -60,20 +60,20 @@ class DrafterFigures:
 
     @property
     def speed_up(self) -> float | None:
-        """Predicted at the best of the timed depths, at temperature 1; None where rounds were not timed."""
+        """The prediction at the best timed depth, at temperature 1; None if rounds were not timed."""
         tokens = self.by_temperature["1.0"].tokens_per_round
-        most = max(tokens[-1:], default=1.0)  # counted: a drafter that often has no guess gets less than its rates say
+        most = max(tokens[-1:], default=1.0)  # a drafter that often drafts nothing has fewer than its rates imply
         return max((min(t, most) / cost for t, cost in zip(tokens, self.costs, strict=False)), default=None)
 
 
 def drafts_of(out: Path, heads: Sequence[str]) -> dict[str, str]:
-    """What `--draft` takes for each drafter of the family, by the name of its folder; and for text drafters."""
+    """The `--draft` specification of each drafter of the family, by the name of its folder, and of `suffix`."""
     models = {name: f"model:{out / name}" for name in STUDENTS}
     return {"suffix": "suffix", **models, **{name: f"{name}:{LEADS.get(name, '')}{out / name}" for name in heads}}
 
 
 def judge_family(out: Path, heads: Sequence[str], kept: Path) -> dict[str, DrafterFigures]:
-    """The figures of all of them; those in the file `kept` are not measured again, unless a drafter changed."""
+    """The figures of all drafters; those in the file `kept` are not measured again, unless a drafter changed."""
     known = read_figures(kept)
     tokens = held_out_tokens(out / "target")
     for name, draft in drafts_of(out, heads).items():
@@ -86,7 +86,7 @@ def judge_family(out: Path, heads: Sequence[str], kept: Path) -> dict[str, Draft
 
 
 def time_family(out: Path, heads: Sequence[str], kept: Path) -> dict[str, DrafterFigures]:
-    """The same figures with what rounds cost now. Nothing else should run meanwhile."""
+    """These figures with newly measured costs of rounds. No other program should run meanwhile."""
     known = read_figures(kept)
     prompt = held_out_prompts(held_out_tokens(out / "target"))[0]
     for name, draft in drafts_of(out, heads).items():
@@ -97,7 +97,7 @@ def time_family(out: Path, heads: Sequence[str], kept: Path) -> dict[str, Drafte
 
 
 def read_figures(kept: Path) -> dict[str, DrafterFigures]:
-    """What was measured before."""
+    """The figures of earlier measurements."""
     if not kept.exists():
         return {}
     found = {}
@@ -115,13 +115,13 @@ def held_out_tokens(target: Path) -> list[int]:
 
 
 def held_out_prompts(tokens: Sequence[int]) -> list[list[int]]:
-    """Prompts from all over the stream, each behind `<s>`."""
+    """Prompts from places all over the stream, each after `<s>`."""
     stride = (len(tokens) - NUM_PROMPT_TOKENS) // NUM_PROMPTS
     return [[0, *tokens[i * stride : i * stride + NUM_PROMPT_TOKENS]] for i in range(NUM_PROMPTS)]
 
 
 def accepted(target: Path, draft: str, tokens: Sequence[int], temperature: float) -> Acceptance:
-    """What an engine counts."""
+    """The figures that an engine counts."""
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
         for i in range(NUM_PROMPTS)
@@ -134,7 +134,7 @@ def accepted(target: Path, draft: str, tokens: Sequence[int], temperature: float
 
 
 def costs_of(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float, ...]:
-    """Rounds of one sequence at TIMED_DEPTHS, in plain rounds."""
+    """The costs of rounds of one sequence at TIMED_DEPTHS, in plain rounds."""
     llm = LLM(str(target), draft, speculation=Speculation(DEPTH), max_num_seqs=1, max_model_len=512)
     costs = round_costs(llm, llm.drafter, [prompt], 1.0, TIMED_DEPTHS, lambda *_: None)
     assert costs is not None, "the context has room for rounds"
@@ -160,7 +160,7 @@ def write_records(found: Mapping[str, DrafterFigures], out: Path) -> None:
 
 
 def figures_table(found: Mapping[str, DrafterFigures]) -> str:
-    """All of them as Markdown."""
+    """The table of all figures, as Markdown."""
     costs = " / ".join(map(str, TIMED_DEPTHS))
     lines = [
         f"| drafter | accepted at depth 1-{DEPTH}, temperature 0 | tokens per round | accepted, temperature 1 "

@@ -24,7 +24,7 @@ NGRAM = 8
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """How well `draft` guesses for `target`: the mean of sum min(p, q) at temperature 1, and equal argmaxes at 0."""
+    """How well `draft` predicts `target`: the mean of sum min(p, q) at temperature 1, and equal argmaxes at 0."""
 
     target: str
     draft: str
@@ -34,17 +34,17 @@ class PairFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All that the card states as measured. Losses are nats per token, of windows of 256 and of 1,024 tokens."""
+    """The measured figures of the card. Losses are in nats per token, for windows of 256 and of 1,024 tokens."""
 
     parameters: Mapping[str, int]
     loss: Mapping[str, float]
     loss_long: Mapping[str, float]
     pairs: Sequence[PairFigures]
-    distinct_ngrams: Mapping[float, float]  # by temperature: the share of 8-grams that occur first
+    distinct_ngrams: Mapping[float, float]  # by temperature: the share of 8-grams that did not occur before
 
 
 def measure(folders: Mapping[str, Path], held_out: Tensor, bos: int, pairs: Sequence[tuple[str, str]]) -> Figures:
-    """Figures of the checkpoints by name; "target" writes the texts. `held_out` is a stream of tokens, 1-D."""
+    """The figures of checkpoints by name; "target" writes the texts. `held_out` is a 1-D stream of tokens."""
     models = {name: LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32) for name, folder in folders.items()}
     texts = {temperature: write(folders["target"], held_out, temperature, bos) for temperature in (0.0, 1.0)}
     return Figures(
@@ -81,7 +81,7 @@ def write(target: Path, held_out: Tensor, temperature: float, bos: int) -> Tenso
 
 @torch.inference_mode()
 def compare(target: str, draft: str, models: Mapping[str, nn.Module], texts: Mapping[float, Tensor]) -> PairFigures:
-    """Acceptance over every continued position of the sampled texts, agreement over those of the greedy ones."""
+    """Acceptance over all generated positions of the sampled texts, and agreement over those of greedy texts."""
 
     def continued(name: str, temperature: float) -> Tensor:
         logits: Tensor = models[name](texts[temperature][:, :-1]).logits
@@ -94,7 +94,7 @@ def compare(target: str, draft: str, models: Mapping[str, nn.Module], texts: Map
 
 
 def distinct(rows: Tensor) -> float:
-    """The share of each continuation's 8-grams that it had not held before."""
+    """The share of each continuation's 8-grams that did not occur in it before."""
     new = rows[:, -NUM_NEW_TOKENS:].tolist()
     grams = [[tuple(row[i : i + NGRAM]) for i in range(len(row) - NGRAM + 1)] for row in new]
     return sum(len(set(each)) for each in grams) / sum(len(each) for each in grams)

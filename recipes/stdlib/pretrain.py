@@ -1,4 +1,4 @@
-"""Stage 1: the target learns to go on from any text of the corpus, by the cross-entropy of the next token."""
+"""Stage 1: the target is trained on the corpus, by the cross-entropy of the next token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.stdlib.training import CHECKPOINT_EVERY, Run, Schedule, Shape, buil
 
 
 def open_run(path: Path, shape: Shape, vocab_size: int, schedule: Schedule) -> Run:
-    """The target's run as far as it has come."""
+    """The target's run, resumed from its checkpoint."""
     model = build_llama(shape, vocab_size, schedule.seed)
     run = Run(path, {"target": model}, {"target": build_optimizers(model, schedule)}, losses={"target": []})
     run.load()
@@ -23,7 +23,7 @@ def open_run(path: Path, shape: Shape, vocab_size: int, schedule: Schedule) -> R
 
 
 def pretrain(run: Run, tokens: Tensor, schedule: Schedule, bos: int, bar: Progress) -> None:
-    """Train until the schedule's end; a checkpoint every CHECKPOINT_EVERY steps. `tokens` is the stream, 1-D."""
+    """Train to the schedule's end on the 1-D stream `tokens`, with a checkpoint every CHECKPOINT_EVERY steps."""
     model, optimizers = run.models["target"], run.optimizers["target"]
     task = bar.add_task("target", total=schedule.steps, completed=run.step)
     while run.step < schedule.steps:

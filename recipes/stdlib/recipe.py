@@ -1,4 +1,4 @@
-"""The recipe as one value, and its stages in order: each is skipped where its result is there already."""
+"""The recipe as one value, and its stages in order; a stage whose result exists is skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recipes.stdlib.training import RECORD, Record, Run, Schedule, Shape
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides what comes out, beside the corpus."""
+    """Everything that determines the result, apart from the corpus."""
 
     vocab_size: int
     target: Shape
@@ -54,7 +54,7 @@ STDLIB = Recipe(
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The corpus as tokens: one stream to learn from and one held out, files one after the other with </s> between."""
+    """The corpus as tokens: a training stream and a held-out stream, each with its files separated by </s>."""
 
     files: Sequence[SourceFile]
     tokenizer: Tokenizer
@@ -68,13 +68,13 @@ class Corpus:
 
 
 def cook(recipe: Recipe, source: Path, work: Path, out: Path, bar: Progress, teacher: Path | None = None) -> None:
-    """Make the family in `out`; `work` keeps checkpoints, and a second call goes on from them.
+    """Train the family into `out`; `work` stores checkpoints, from which a later call resumes.
 
-    With a `teacher`, a target that an earlier call made, that is the family's target and only the students are
-    trained. Raises ValueError where `work` was begun from another corpus, recipe or teacher, or the teacher is of
-    another vocabulary; FileNotFoundError where it is no target of this recipe.
+    With a `teacher`, the target of an earlier call, only the students are trained. Raises ValueError if `work` belongs
+    to another corpus, recipe or teacher, or if the teacher has another vocabulary; FileNotFoundError if it is not a
+    target of this recipe.
     """
-    disable_progress_bar()  # transformers' own, which would break into this one
+    disable_progress_bar()  # that of transformers, which would overwrite this one
     files = read_corpus(source)
     if teacher is not None:
         check_teacher(teacher, recipe.vocab_size)
@@ -99,17 +99,17 @@ def cook(recipe: Recipe, source: Path, work: Path, out: Path, bar: Progress, tea
 
 
 def check_teacher(folder: Path, vocab_size: int) -> None:
-    """Raise FileNotFoundError unless the recipe made this, ValueError for another vocabulary. Touches nothing."""
+    """Raise FileNotFoundError unless this recipe made the folder, ValueError for another vocabulary."""
     for name in (RECORD, "config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: give --target the folder of a target that this made.")
+            raise FileNotFoundError(f"{folder} has no {name}: name a target of this recipe with --target.")
     own = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
     if own != vocab_size:
-        raise ValueError(f"{folder} has a vocabulary of {own}, the recipe of {vocab_size}: it is of another recipe.")
+        raise ValueError(f"{folder} has {own} tokens, the recipe {vocab_size}: name a target of this recipe.")
 
 
 def claim(work: Path, recipe: object, files: Sequence[SourceFile], teacher: Path | None) -> None:
-    """Mark the work folder as this recipe's on this corpus by this teacher, or refuse one that is another's."""
+    """Record recipe, corpus and teacher in the work folder. Raises ValueError if it belongs to others."""
     digest = sha256(repr(recipe).encode())
     for file in files:
         digest.update(f"{file.path} {file.sha256}\n".encode())
@@ -120,11 +120,11 @@ def claim(work: Path, recipe: object, files: Sequence[SourceFile], teacher: Path
         work.mkdir(parents=True, exist_ok=True)
         mark.write_text(own, "utf-8")
     if mark.read_text("utf-8") != own:
-        raise ValueError(f"{work} holds the work of another recipe, corpus or teacher: name another folder with --work")
+        raise ValueError(f"{work} belongs to another recipe, corpus or teacher: name another folder with --work")
 
 
 def trained_tokenizer(files: Sequence[SourceFile], vocab_size: int, folder: Path) -> Tokenizer:
-    """The tokenizer, trained once and kept in the folder."""
+    """The tokenizer, trained once and stored in the folder."""
     path = folder / "tokenizer.json"
     if not path.exists():
         save_tokenizer(train_tokenizer((f.text for f in files if not f.held_out), vocab_size), path.parent)
@@ -132,7 +132,7 @@ def trained_tokenizer(files: Sequence[SourceFile], vocab_size: int, folder: Path
 
 
 def tokenize(files: Sequence[SourceFile], tokenizer: Tokenizer) -> Corpus:
-    """The corpus as tokens."""
+    """Encode the corpus."""
     end = tokenizer.token_to_id(EOS)
 
     def stream(part: Sequence[SourceFile]) -> Tensor:
@@ -144,19 +144,19 @@ def tokenize(files: Sequence[SourceFile], tokenizer: Tokenizer) -> Corpus:
 
 
 def export(run: Run, name: str, schedule: Schedule, tokenizer: Tokenizer, out: Path) -> None:
-    """The run's model as a Hugging Face folder in bfloat16, with the record of its training."""
+    """Write a model of the run as a Hugging Face folder in bfloat16, with the record of its training."""
     model, folder = cast(LlamaForCausalLM, run.models[name]), out / name
     shutil.rmtree(folder, ignore_errors=True)
     rounded = LlamaForCausalLM(model.config)
     rounded.load_state_dict(model.state_dict())
     rounded.bfloat16().save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     save_tokenizer(tokenizer, folder)
     run.record(name, schedule).write(folder)
 
 
 def describe(corpus: Corpus, recipe: Recipe, out: Path) -> None:
-    """Measure what ships and write the card."""
+    """Measure the family and write its card."""
     folders = {name: out / name for name in ("target", *recipe.students)}
     pairs = [("target", name) for name in recipe.students] + [("middle", "draft")]
     figures = measure(folders, corpus.held_out, corpus.bos, [pair for pair in pairs if set(pair) <= set(folders)])

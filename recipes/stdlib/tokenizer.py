@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 VOCAB_SIZE = 4096
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
-# A model of source code knows comments, not turns: so a conversation is one.
+# A model of source code knows comments but no turns, so the template writes a conversation as comments.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
 {%- for message in messages -%}
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A byte-level BPE; ids 0, 1 and 2 are <s>, </s> and <pad>. Encoding puts <s> in front."""
+    """Train a byte-level BPE; ids 0, 1 and 2 are <s>, </s> and <pad>, and encoding puts <s> first."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """The tokenizer as a Hugging Face folder has it."""
+    """Write the tokenizer's files of a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {

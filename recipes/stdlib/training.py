@@ -1,4 +1,4 @@
-"""What both stages of training share: windows of tokens, the schedule, optimizers, and a state that survives a kill.
+"""The common part of both training stages: windows of tokens, the schedule, optimizers, and checkpoints.
 
 Every step is a function of its number: which windows it reads and how far it moves are drawn from (seed, step), so
 that a run continued from a checkpoint takes the very steps that it would have taken.
@@ -36,7 +36,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long to train, on what windows, and how fast. The last `long_share` of the steps reads long windows."""
+    """Steps, windows and learning rates. The last `long_share` of the steps has long windows."""
 
     steps: int
     batch_tokens: int = 4096
@@ -53,7 +53,7 @@ class Schedule:
         return self.long_context if step >= self.steps * (1 - self.long_share) else self.context
 
     def rate_at(self, step: int) -> float:
-        """The share of the full learning rate: a linear rise, then a linear fall to nothing."""
+        """The share of the full learning rate: linear warm-up, then linear decay to 0."""
         return min((step + 1) / self.warmup, (self.steps - step) / max(1, self.steps - self.warmup))
 
     def windows(self, tokens: Tensor, step: int, bos: int) -> Tensor:
@@ -77,7 +77,7 @@ class Schedule:
 
 
 def build_llama(shape: Shape, vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """A fresh model with tied embeddings; `<s>` is 0 and `</s>` is 1."""
+    """An untrained model with tied embeddings; `<s>` is 0 and `</s>` is 1."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden,
@@ -103,7 +103,7 @@ def build_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.O
 
 @dataclass(slots=True)
 class Run:
-    """A training run on disk: its models, its optimizers, how far it came and what it lost on the way."""
+    """A training run on disk: its models, optimizers, progress and losses."""
 
     path: Path
     models: dict[str, nn.Module]
@@ -113,7 +113,7 @@ class Run:
     losses: dict[str, list[float]] = field(default_factory=dict)
 
     def load(self) -> None:
-        """Go on from the checkpoint, if there is one."""
+        """Resume from the checkpoint, if there is one."""
         if not self.path.exists():
             return
         state: dict[str, Any] = torch.load(self.path, weights_only=True)
@@ -124,7 +124,7 @@ class Run:
                 optimizer.load_state_dict(saved)
 
     def save(self) -> None:
-        """Replace the checkpoint; a kill in between leaves the old one."""
+        """Replace the checkpoint atomically."""
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -136,13 +136,13 @@ class Run:
         write_whole(self.path, lambda part: torch.save(state, part))
 
     def record(self, name: str, schedule: Schedule) -> Record:
-        """What is to be told of this run's model."""
+        """The record of a model of this run."""
         return Record(self.step, schedule.batch_tokens, self.seconds, self.losses[name])
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How a model was trained, kept beside its weights: steps, tokens of each, time, and the loss at every step."""
+    """How a model was trained, stored next to its weights: steps, tokens per step, time, and losses."""
 
     steps: int
     batch_tokens: int
@@ -151,10 +151,10 @@ class Record:
 
     @staticmethod
     def read(folder: Path) -> Record:
-        """The record in a checkpoint's folder. Raises FileNotFoundError."""
+        """The record in a checkpoint's folder. Raises FileNotFoundError if there is none."""
         return Record(**json.loads((folder / RECORD).read_text("utf-8")))
 
     def write(self, folder: Path) -> None:
-        """Put the record into a checkpoint's folder."""
+        """Write the record to a checkpoint's folder."""
         rounded = [round(loss, 4) for loss in self.losses]
         (folder / RECORD).write_text(json.dumps(asdict(self) | {"losses": rounded}) + "\n", "utf-8")

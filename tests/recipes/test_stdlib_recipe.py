@@ -141,10 +141,10 @@ def test_what_is_no_target_of_the_recipe_is_refused_and_nothing_is_touched(
         (folder / "config.json").write_text('{"vocab_size": 321}', "utf-8")
         for name in ("training.json", "tokenizer.json", "model.safetensors"):
             (folder / name).write_text("kept", "utf-8")
-    with pytest.raises(ValueError, match="a vocabulary of 321, the recipe of 320"):
+    with pytest.raises(ValueError, match="has 321 tokens, the recipe 320"):
         cook(TINY, source, tmp_path / "work", out, quiet, teacher=target)
     (target / missing).unlink()
-    with pytest.raises(FileNotFoundError, match=rf"has no {missing}: give --target"):
+    with pytest.raises(FileNotFoundError, match=rf"has no {missing}: name a target of this recipe"):
         cook(TINY, source, tmp_path / "work", out, quiet, teacher=target)
     assert not (target / missing).exists()
     assert (out / "target" / "model.safetensors").read_text("utf-8") == "kept"

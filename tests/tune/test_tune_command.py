@@ -160,7 +160,7 @@ def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "drafts: there is no drafter to try"),
+        ([], "drafts: there is no drafter to measure"),
         (["--drafts", "ngramm"], "there is no drafter 'ngramm': did you mean ngram?"),
         (["--drafts", "ngram,"], "position 6"),
         (["--drafts", "ngram", "--batch", "0"], "batch: 0 must be"),

@@ -1,4 +1,4 @@
-"""The pilot's record, played at a depth, is what the engine does at that depth: round by round, text by text."""
+"""The pilot's record, simulated at a depth, is what the engine does at that depth: round by round, text by text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from forerun.bench.material import Item, Workload
 from forerun.bench.plan import Group
 from forerun.bench.run import BenchSetup, RunLog, TimedRound
 from forerun.control.controller import FixedDepth
-from forerun.tune.passes import PilotDrafter, judged
-from forerun.tune.predict import DecodingJob, Guessed, RoundShape, TextRounds, played
+from forerun.tune.passes import PilotDrafter, outcome_of
+from forerun.tune.predict import DecodingJob, DraftOutcome, RoundShape, TextRounds, simulate
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked
 
@@ -31,14 +31,14 @@ EXACT = ["ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", "ear
 class RowsTape(RunLog):
     """Every round: its shape without what drafters read, and each sequence's guesses in order."""
 
-    by_text: dict[int, list[Guessed]] = field(default_factory=dict)
+    by_text: dict[int, list[DraftOutcome]] = field(default_factory=dict)
     shapes: list[tuple[int, int, int, int]] = field(default_factory=list)
     num_decoded: int = 0
 
     def add(self, timed: TimedRound, clock_s: float) -> None:
         rows = timed.outcome.rows
         for row in rows:
-            self.by_text.setdefault(row.seq_id, []).append(Guessed(row.num_drafted, row.accepted))
+            self.by_text.setdefault(row.seq_id, []).append(DraftOutcome(row.num_drafted, row.accepted))
         if rows and not timed.outcome.num_prompt_tokens:
             sizes = [row.num_drafted for row in rows]
             self.shapes.append((len(rows), len(rows) + sum(sizes), max(sizes), sum(size > 0 for size in sizes)))
@@ -92,7 +92,7 @@ def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm
         run_log = ran(llm, 1, temperature, depth)
         for text, rounds in zip(texts, run_log.by_text.values(), strict=True):
             assert text.at_depth(depth, place=0) == rounds
-        found = played(DecodingJob(texts, 1), depth)
+        found = simulate(DecodingJob(texts, 1), depth)
         assert sum(found.rounds.values()) == len(run_log.shapes)
         assert found.num_decoded == run_log.num_decoded
 
@@ -108,7 +108,7 @@ def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, mo
     for depth in (0, 1, 2, 4, DEEPEST):
         for batch in (2, 3):
             run_log = ran(llm, batch, 0.0, depth)
-            found = played(DecodingJob(texts, batch, chunk_tokens), depth)
+            found = simulate(DecodingJob(texts, batch, chunk_tokens), depth)
             expected = sorted(shape[:4] for shape, times in found.rounds.items() for _ in range(times))
             assert expected == sorted(run_log.shapes)
             assert found.num_decoded == run_log.num_decoded
@@ -122,18 +122,18 @@ def test_a_text_recorded_in_a_batch_is_recorded_as_it_is_alone(llm: LLM) -> None
 
 
 def test_drafters_read_a_prompt_once_before_they_first_draft() -> None:
-    hits = [[Guessed(2, 0)]] * 6
+    hits = [[DraftOutcome(2, 0)]] * 6
     texts = [TextRounds("", prompt, 4, hits) for prompt in (7, 9)]
-    found = played(DecodingJob(texts, 1), 2)
+    found = simulate(DecodingJob(texts, 1), 2)
     assert found.rounds == {RoundShape(1, 3, 2, 1, 7): 1, RoundShape(1, 3, 2, 1, 9): 1, RoundShape(1, 3, 2, 1): 4}
-    assert sum(shape.num_read for shape in played(DecodingJob(texts, 2), 2).rounds) == 16
-    assert all(not shape.num_read for shape in played(DecodingJob(texts, 2), 0).rounds)
+    assert sum(shape.num_read for shape in simulate(DecodingJob(texts, 2), 2).rounds) == 16
+    assert all(not shape.num_read for shape in simulate(DecodingJob(texts, 2), 0).rounds)
 
 
 def test_a_tree_is_judged_along_the_path_that_the_text_takes() -> None:
     tree = [7, 1, 2, 3, 4, -1], [-1, 0, 0, 2, 3, -1]
-    assert judged(tree, [2, 3, 5], 3) == Guessed(4, 2)
-    assert judged(tree, [2, 3, 4], 3) == Guessed(4, 3)
-    assert judged(tree, [2, 3, 4], 1) == Guessed(2, 1)
-    assert judged(tree, [9], 3) == Guessed(4, 0)
-    assert judged(([7], [-1]), [9], 3) == Guessed(0, 0)
+    assert outcome_of(tree, [2, 3, 5], 3) == DraftOutcome(4, 2)
+    assert outcome_of(tree, [2, 3, 4], 3) == DraftOutcome(4, 3)
+    assert outcome_of(tree, [2, 3, 4], 1) == DraftOutcome(2, 1)
+    assert outcome_of(tree, [9], 3) == DraftOutcome(4, 0)
+    assert outcome_of(([7], [-1]), [9], 3) == DraftOutcome(0, 0)

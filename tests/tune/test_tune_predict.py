@@ -6,13 +6,13 @@ import pytest
 
 from forerun.tune.predict import (
     DecodingJob,
-    Guessed,
+    DraftOutcome,
     RoundShape,
     TextRounds,
     acceptance_at_depth,
     expect,
     interval,
-    played,
+    simulate,
     speed_up,
 )
 
@@ -24,7 +24,7 @@ def round_s(drafter: str, shape: RoundShape) -> float:
 
 def text(num_right: int, depth: int = 8, num_tokens: int = 41, num_prompt: int = 5, category: str = "") -> TextRounds:
     """A text in which every draft has so many right guesses."""
-    own = [Guessed(each, min(each, num_right)) for each in range(1, depth + 1)]
+    own = [DraftOutcome(each, min(each, num_right)) for each in range(1, depth + 1)]
     return TextRounds(category, num_prompt, num_tokens, [own] * num_tokens)
 
 
@@ -36,22 +36,43 @@ def noisy(rate: float, seed: int, num_tokens: int = 60) -> TextRounds:
     def run(place: int) -> int:
         return next(n for n in range(9) if n == 8 or not right[place + n])
 
-    return TextRounds("", 5, num_tokens, [[Guessed(d, min(d, run(g))) for d in range(1, 9)] for g in range(num_tokens)])
+    return TextRounds(
+        "", 5, num_tokens, [[DraftOutcome(d, min(d, run(g))) for d in range(1, 9)] for g in range(num_tokens)]
+    )
 
 
 def test_rounds_follow_each_other_where_the_one_before_ended() -> None:
-    places = [[], [Guessed(1, 1), Guessed(2, 1)], [], [Guessed(1, 0)], [], [Guessed(1, 1), Guessed(2, 2)], [], []]
+    places = [
+        [],
+        [DraftOutcome(1, 1), DraftOutcome(2, 1)],
+        [],
+        [DraftOutcome(1, 0)],
+        [],
+        [DraftOutcome(1, 1), DraftOutcome(2, 2)],
+        [],
+        [],
+    ]
     found = TextRounds("", 3, 8, places)
-    assert found.at_depth(1) == [Guessed(1, 1), Guessed(1, 0), Guessed(), Guessed(1, 1), Guessed()]
-    assert found.at_depth(2) == found.at_depth(5) == [Guessed(2, 1), Guessed(1, 0), Guessed(), Guessed(2, 2)]
-    assert found.at_depth(0) == [Guessed()] * 7
+    assert found.at_depth(1) == [
+        DraftOutcome(1, 1),
+        DraftOutcome(1, 0),
+        DraftOutcome(),
+        DraftOutcome(1, 1),
+        DraftOutcome(),
+    ]
+    assert (
+        found.at_depth(2)
+        == found.at_depth(5)
+        == [DraftOutcome(2, 1), DraftOutcome(1, 0), DraftOutcome(), DraftOutcome(2, 2)]
+    )
+    assert found.at_depth(0) == [DraftOutcome()] * 7
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_a_job_costs_what_its_rounds_cost(batch: int) -> None:
     """Texts of equal prompts and equal rounds go in step, so the sum can be written down."""
     job = DecodingJob([text(3)] * 4, batch)
-    found = played(job, 4)
+    found = simulate(job, 4)
     num_waves = 4 // batch
     first = RoundShape(batch, 5 * batch, 4, batch, 5 * batch)
     assert found.rounds == {first: num_waves, RoundShape(batch, 5 * batch, 4, batch): 9 * num_waves}
@@ -62,9 +83,9 @@ def test_a_job_costs_what_its_rounds_cost(batch: int) -> None:
 
 
 def test_places_are_filled_as_soon_as_they_are_free_and_rounds_that_read_do_not_count() -> None:
-    quick = TextRounds("", 5, 11, [[], [Guessed(8, 8)]])  # nine tokens in a round, and then the last one
+    quick = TextRounds("", 5, 11, [[], [DraftOutcome(8, 8)]])  # nine tokens in a round, and then the last one
     job = DecodingJob([quick, text(0, num_tokens=11), text(0, num_tokens=4)], 2)
-    found = played(job, 8)
+    found = simulate(job, 8)
     rows = sorted(shape.num_rows for shape, times in found.rounds.items() for _ in range(times))
     # The first ends after two rounds; the third begins in one that is not counted, and ends three later.
     assert rows == [1] * 4 + [2] * 5
@@ -72,7 +93,7 @@ def test_places_are_filled_as_soon_as_they_are_free_and_rounds_that_read_do_not_
 
 
 def test_a_long_prompt_is_read_in_pieces_that_nothing_is_drawn_from() -> None:
-    found = played(DecodingJob([text(0, num_tokens=3, num_prompt=21)], 1, chunk_tokens=8), 0)
+    found = simulate(DecodingJob([text(0, num_tokens=3, num_prompt=21)], 1, chunk_tokens=8), 0)
     assert found.rounds == {RoundShape(1, 1): 2}
 
 

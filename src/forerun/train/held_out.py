@@ -25,7 +25,7 @@ from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.shape import RankPath, StaticTree
 from forerun.train.objective import Objective, deepened
-from forerun.tune.predict import Guessed, TextRounds, acceptance_at_depth
+from forerun.tune.predict import DraftOutcome, TextRounds, acceptance_at_depth
 
 TREE = "tree.json"
 MOST_CHILDREN, NUM_NODES = 8, 16
@@ -108,7 +108,7 @@ def rounds_of(hits: Sequence[Sequence[bool]], num_tokens: int, is_cut: bool) -> 
     for root in range(num_tokens):
         most = num_tokens - root - is_cut
         right = next((depth for depth, at_depth in enumerate(hits) if not at_depth[root]), len(hits))
-        places.append([Guessed(min(d, most), min(d, most, right)) for d in range(1, len(hits) + 1)])
+        places.append([DraftOutcome(min(d, most), min(d, most, right)) for d in range(1, len(hits) + 1)])
     return TextRounds("", 0, num_tokens, places)
 
 
@@ -116,7 +116,7 @@ def figures_of(overlap: float, texts: Sequence[TextRounds], depth: int) -> HeldO
     """Acceptance from rounds of this depth, and tokens per round at every depth up to it."""
     per_round = []
     for each in range(1, depth + 1):
-        rounds = [guessed.accepted for text in texts for guessed in text.at_depth(each)]
+        rounds = [outcome.accepted for text in texts for outcome in text.at_depth(each)]
         per_round.append(1 + sum(rounds) / max(1, len(rounds)))
     return HeldOutFigures(overlap, acceptance_at_depth(texts, depth, least=1), tuple(per_round))
 

@@ -78,7 +78,7 @@ def colour_of(report: TuneReport, each: Studied) -> str:
 
 
 def shortened(each: Studied) -> str:
-    """A drafter's name for a legend, cut to NAME characters, since paths of models are long."""
+    """A drafter's name for a legend: its last NAME characters, since paths of models are long."""
     name = each.candidate.draft
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
@@ -105,4 +105,4 @@ def depth_panel(report: TuneReport, batch: int, temperature: float) -> LinePanel
             series.append(Series(shortened(each), list(enumerate(prediction.by_depth, start=1)), colour, "-"))
             if cell.speed_up:
                 series.append(Series("", [(prediction.depth, cell.speed_up)], colour))
-    return LinePanel(series, "guesses per round (lines: predicted, dots: measured)", FASTER, level=1.0)
+    return LinePanel(series, "draft tokens per round (lines: predicted, dots: measured)", FASTER, level=1.0)

@@ -1,13 +1,13 @@
 """Measurements of a drafter: its drafts at every position of every text, and the cost of rounds of every size.
 
-A pilot run decodes plainly, one token per round, and in each round records what the drafter would draft at the maximum
+A pilot run decodes plainly, one token per round, and records in each round what the drafter would draft at the maximum
 depth. So the drafts are known after every token, not only where rounds of some depth start; `predict.py` simulates any
-depth from that.
+depth from them.
 
-The cost of a pass is a step function of its tokens that depends on the processor, so the sizes that a prediction needs
-are measured, not interpolated. `FullChains` fills drafts up to any length, which makes rounds of any size; the user's
-drafter runs in the same rounds, so its time is measured too. Rounds of each size alternate with plain ones; the cost is
-the median of the ratios to neighbouring plain rounds.
+The cost of a pass is a step function of its number of tokens and depends on the processor, so the sizes that a
+prediction needs are measured, not interpolated. `FullChains` pads drafts to any length, which gives rounds of any size;
+the user's drafter runs in the same rounds, so its time is measured too. Rounds of each size alternate with plain ones;
+the cost is the median of the ratios to neighbouring plain rounds.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from forerun.errors import DraftError
 from forerun.machine import Neighbours
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
-from forerun.tune.predict import Guessed, RoundShape
+from forerun.tune.predict import DraftOutcome, RoundShape
 
-WARM = 2  # warm-up rounds of a wave, after its prefill
+WARM_UP = 2  # rounds of a wave after its prefill
 MOST_WAVES = 60
 COARSE_DEPTHS = (1, 2, 4, 8, 16)
-GuessedTree = tuple[Sequence[int], Sequence[int]]  # a draft's tokens, root first, and their parents
+RecordedTree = tuple[Sequence[int], Sequence[int]]  # a draft's tokens, root first, and their parents
 
 
 @dataclass(slots=True)
 class ForwardingDrafter:
-    """A wrapper of the measured drafter that passes all calls on except `propose`."""
+    """A wrapper of the measured drafter that forwards all calls except `propose`."""
 
     drafter: Drafter
 
@@ -55,7 +55,7 @@ class ForwardingDrafter:
         return self.drafter.names
 
     def observe(self, committed: Committed) -> None:
-        """Pass committed tokens on."""
+        """Forward committed tokens to the measured drafter."""
         self.drafter.observe(committed)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
@@ -63,7 +63,7 @@ class ForwardingDrafter:
         return self.drafter.outlook(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        """Let the drafter forget sequences; records stay."""
+        """Let the measured drafter forget sequences; recorded drafts are kept."""
         self.drafter.forget(seq_ids)
 
 
@@ -71,34 +71,34 @@ class ForwardingDrafter:
 class PilotDrafter(ForwardingDrafter):
     """Records drafts without using them: every round is a plain one.
 
-    `seen`: drafts by sequence id and by the length of the text up to their root.
+    `recorded`: drafts by sequence id and by the length of the text up to their root.
     """
 
-    seen: dict[int, dict[int, GuessedTree]] = field(default_factory=dict)
+    recorded: dict[int, dict[int, RecordedTree]] = field(default_factory=dict)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         """Record the drafts; return a tree of roots only."""
         tree = self.drafter.propose(draws, budgets, tail).tree
-        for row, budget, *guessed in zip(draws.rows, budgets, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        for row, budget, *trees in zip(draws.rows, budgets, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
             if budget.depth:
-                self.seen.setdefault(row.seq_id, {})[len(row.tokens)] = (guessed[0], guessed[1])
+                self.recorded.setdefault(row.seq_id, {})[len(row.tokens)] = (trees[0], trees[1])
         return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
-    def places(self, seq_id: int, prompt: int, answer: Sequence[int], deepest: int) -> list[list[Guessed]]:
+    def places(self, seq_id: int, prompt: int, answer: Sequence[int], deepest: int) -> list[list[DraftOutcome]]:
         """The outcomes of a sequence's drafts by position in its answer, as in `TextRounds.places`."""
-        drafts = self.seen.get(seq_id, {})
-        return [judged_at_depths(drafts.get(prompt + i), answer[i:], deepest) for i in range(len(answer))]
+        drafts = self.recorded.get(seq_id, {})
+        return [outcomes_by_depth(drafts.get(prompt + i), answer[i:], deepest) for i in range(len(answer))]
 
 
-def judged_at_depths(draft: GuessedTree | None, text: Sequence[int], deepest: int) -> list[Guessed]:
-    """Outcomes of a draft cut to depth 1, 2, ..., up to where they stay the same; `text` follows the root."""
-    by_depth = [] if draft is None else [judged(draft, text, depth) for depth in range(1, deepest + 1)]
+def outcomes_by_depth(draft: RecordedTree | None, text: Sequence[int], deepest: int) -> list[DraftOutcome]:
+    """The outcomes of a draft cut to depth 1, 2, ..., without equal ones at the end; `text` follows the root."""
+    by_depth = [] if draft is None else [outcome_of(draft, text, depth) for depth in range(1, deepest + 1)]
     while len(by_depth) > 1 and by_depth[-1] == by_depth[-2]:
         by_depth.pop()
-    return by_depth if any(guessed.drafted for guessed in by_depth) else []
+    return by_depth if any(outcome.drafted for outcome in by_depth) else []
 
 
-def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:
+def outcome_of(draft: RecordedTree, text: Sequence[int], depth: int) -> DraftOutcome:
     """The outcome of a draft cut to a depth, if `text` follows its root."""
     below: dict[tuple[int, int], int] = {}
     levels, drafted = [0], 0
@@ -112,14 +112,14 @@ def judged(draft: GuessedTree, text: Sequence[int], depth: int) -> Guessed:
     node, accepted = 0, 0
     while accepted < len(text) and (node, text[accepted]) in below:
         node, accepted = below[node, text[accepted]], accepted + 1
-    return Guessed(drafted, accepted)
+    return DraftOutcome(drafted, accepted)
 
 
 @dataclass(slots=True)
 class FullChains(ForwardingDrafter):
-    """Pads or cuts the drafted chains to fixed lengths, with arbitrary tokens.
+    """Cuts the measured drafter's chains to fixed lengths, or pads them with arbitrary tokens.
 
-    `sizes`: drafted tokens of each row; None leaves drafts unchanged. Merged trees are never changed.
+    `sizes`: the number of draft tokens of each row; None leaves drafts unchanged. Merged trees are never changed.
     """
 
     deepest: int
@@ -155,10 +155,10 @@ def within(budget: Budget, depth: int) -> Budget:
 
 @dataclass(slots=True)
 class RowCosts:
-    """Costs of rounds with a fixed number of rows, relative to a plain round, which takes `plain_s`.
+    """Costs of rounds with a fixed number of rows, relative to a plain round, which takes `plain_s` seconds.
 
-    `passes`: ratios by number of tokens; `drafts`: ratios by depth; `reading_s`: a drafter's prefill time per prompt
-    token. `num_busy`: cores that other programs used meanwhile.
+    `passes` are ratios by number of tokens, `drafts` ratios by depth. `reading_s` is the drafter's prefill time per
+    prompt token, `num_busy` the number of cores that other programs used during the measurement.
     """
 
     plain_s: float
@@ -179,20 +179,20 @@ class RowCosts:
         """The cost of a round of one row at this depth, relative to a plain round."""
         return (self.pass_s(1 + depth) + self.draft_s(depth)) / self.plain_s
 
-    def newer(self, beside: Sequence[RowCosts]) -> RowCosts:
-        """These costs, with ratios replaced by the mean of newer ones where available."""
+    def newer(self, costs: Sequence[RowCosts]) -> RowCosts:
+        """These costs, with ratios replaced by the mean of newer ones if there are any."""
 
-        def joined(name: str) -> dict[int, float]:
-            seen: dict[int, list[float]] = {}
-            for size, ratio in (pair for each in beside for pair in getattr(each, name).items()):
-                seen.setdefault(size, []).append(ratio)
-            return {**getattr(self, name), **{size: statistics.fmean(ratios) for size, ratios in seen.items()}}
+        def updated(name: str) -> dict[int, float]:
+            newer: dict[int, list[float]] = {}
+            for size, ratio in (pair for each in costs for pair in getattr(each, name).items()):
+                newer.setdefault(size, []).append(ratio)
+            return {**getattr(self, name), **{size: statistics.fmean(ratios) for size, ratios in newer.items()}}
 
-        return replace(self, passes=joined("passes"), drafts=joined("drafts"))
+        return replace(self, passes=updated("passes"), drafts=updated("drafts"))
 
     @classmethod
     def from_json(cls, entry: Any) -> RowCosts:
-        """The inverse of JSON encoding, which turns integer keys into strings."""
+        """The inverse of JSON encoding, in which integer keys become strings."""
         passes, drafts = ({int(size): ratio for size, ratio in entry[name].items()} for name in ("passes", "drafts"))
         return cls(entry["plain_s"], passes, drafts, entry["reading_s"], entry.get("num_busy"))
 
@@ -276,7 +276,7 @@ class PassMeter:
             number += self.wave(order[number:], wave)
         if not self.plain:
             raise DraftError(
-                "no drafted round fits after these prompts in the context of the model: give shorter prompts, "
+                "these prompts leave no room for a drafted round in the model's context: use shorter prompts, "
                 "or fewer --max-tokens."
             )
         passes = {size: statistics.median(each[1] for each in seen) for size, seen in self.ratios.items()}
@@ -300,7 +300,7 @@ class PassMeter:
             while any(sequence.unread for sequence in sequences):
                 timed_engine.step(self.setup.clock)
             self.read_first(timed_engine, full)
-            for _ in range(WARM):
+            for _ in range(WARM_UP):
                 self.step(timed_engine, full, 0)
             for size in chain.from_iterable((batch, size) for size in sizes):
                 needed = -(-size // batch) + 1  # tokens that must be left in the answer
@@ -310,17 +310,17 @@ class PassMeter:
                 rounds.append(self.step(timed_engine, full, size - batch))
         finally:
             timed_engine.clear()
-        return max(1, self.learn(rounds))  # a size that does not fit at all is skipped
+        return max(1, self.record(rounds))  # a size that does not fit at all is skipped
 
-    def learn(self, rounds: Sequence[TimedRound]) -> int:
-        """Record each drafted round's ratio to the neighbouring plain ones; returns the number of drafted rounds."""
+    def record(self, rounds: Sequence[TimedRound]) -> int:
+        """Record each drafted round's ratio to its neighbouring plain rounds; returns the number of drafted rounds."""
         for each in rounds:
             self.shortest_s[each.depth] = min(each.step_s, self.shortest_s.get(each.depth, each.step_s))
         for before, drafted, after in zip(rounds[::2], rounds[1::2], [*rounds[2::2], *rounds[-2:-1]], strict=False):
-            beside_s = statistics.fmean(each.step_s for each in (before, after) if not each.depth)
+            plain_s = statistics.fmean(each.step_s for each in (before, after) if not each.depth)
             self.plain.append(before.step_s)
-            seen = self.ratios.setdefault(drafted.outcome.num_tokens, [])
-            seen.append((drafted.depth, drafted.undrafted_s / beside_s, drafted.outcome.draft_s / beside_s))
+            ratios = self.ratios.setdefault(drafted.outcome.num_tokens, [])
+            ratios.append((drafted.depth, drafted.undrafted_s / plain_s, drafted.outcome.draft_s / plain_s))
         return len(rounds) // 2
 
     def read_first(self, timed_engine: TimedEngine, full: FullChains) -> None:
@@ -329,11 +329,11 @@ class PassMeter:
         timed = self.step(timed_engine, full, self.group.batch * COARSE_DEPTHS[0])
         self.reading.append((num_read, timed.outcome.draft_s, timed.depth))
 
-    def step(self, timed_engine: TimedEngine, full: FullChains, num_guesses: int) -> TimedRound:
-        """Run one round with `num_guesses` drafted tokens, distributed evenly over the rows."""
+    def step(self, timed_engine: TimedEngine, full: FullChains, num_drafted: int) -> TimedRound:
+        """Run one round with `num_drafted` draft tokens, distributed evenly over the rows."""
         num_rows = len(timed_engine.sequences)
-        each, more = divmod(num_guesses, num_rows)
-        full.sizes = [each + (row < more) for row in range(num_rows)] if num_guesses else None
+        each, more = divmod(num_drafted, num_rows)
+        full.sizes = [each + (row < more) for row in range(num_rows)] if num_drafted else None
         speculation = Speculation(each + (more > 0), drafter=self.drafter)
         for sequence in timed_engine.sequences:
             sequence.speculation = speculation

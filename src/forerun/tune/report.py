@@ -19,10 +19,10 @@ from forerun.tune.translate import Translation, translations
 
 @dataclass(frozen=True, slots=True)
 class TunedChoice:
-    """The fastest choice at a batch size and a temperature; without a draft it is plain decoding.
+    """The fastest choice at a batch size and a temperature; `draft` is None for plain decoding.
 
-    With `auto` the controller chose the depth in each round; `depth` is then the best fixed one. On other prompts of
-    the kind its speed-up is expected within the `interval`.
+    With `auto` the controller chose the depth in each round, and `depth` is the best fixed depth. The speed-up on other
+    prompts of the same kind is expected within `interval`.
     """
 
     batch: int
@@ -50,7 +50,7 @@ class TuneReport:
     studied: tuple[Studied, ...]
 
     def choice(self, batch: int, temperature: float) -> TunedChoice | None:
-        """The fastest measured choice here; None if nothing was measured."""
+        """The fastest measured choice at a batch size and temperature; None if nothing was measured."""
         choices = []
         for each in self.studied:
             cell = each.cell(batch, temperature)
@@ -80,7 +80,7 @@ class TuneReport:
         return self.choice(self.selection.batches[0], self.temperatures[0])
 
     def plain_from(self, temperature: float) -> int | None:
-        """The measured batch size from which on plain decoding is fastest; None if there is none."""
+        """The smallest measured batch size from which plain decoding is fastest; None if there is none."""
         smallest = None
         for batch in sorted(self.selection.batches, reverse=True):
             choice = self.choice(batch, temperature)
@@ -90,7 +90,7 @@ class TuneReport:
         return smallest
 
     def best_exits(self) -> dict[str, str]:
-        """The fastest exit of each candidate with several, such as early-exit:auto."""
+        """The fastest exit of each family of several candidates, such as early-exit:auto."""
         best: dict[str, tuple[float, str]] = {}
         for each in self.studied:
             cell = each.cell(self.selection.batches[0], self.temperatures[0])

@@ -1,7 +1,4 @@
-"""The terminal report of a tuning: speed by temperature, acceptance, memory, and the recommendation.
-
-It is readable without colours. Every number comes from a TuneReport.
-"""
+"""The terminal report of a tuning: speed by temperature, acceptance, memory, and the recommendation."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def speeds(report: TuneReport, temperature: float) -> FigureTable:
 
 
 def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedChoice | None) -> list[Cell]:
-    """The row of plain decoding: the median of its runs beside each candidate."""
+    """The row of plain decoding: the median of its runs with all candidates."""
     cells = [cell for each in report.studied if (cell := each.cell(batch, temperature))]
     rates = [cell.plain.tokens_per_s.median for cell in cells if cell.plain and cell.plain.tokens_per_s]
     speed = f"{statistics.median_high(rates):.1f}" if rates else "?"
@@ -117,7 +114,7 @@ def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
     yield "target", f"{model['target']} ({model['format']})"
     yield "machine", machine_line(machine, model["kernels"])
     yield "prompts", f"{prompts['num_prompts']}, both to predict and to measure; {template_line(prompts)}"
-    yield "runs", f"{medians(report.selection.repeats)}, plain and drafted by turns; reading is not timed"
+    yield "runs", f"{medians(report.selection.repeats)}, plain and drafted by turns; prefill is not timed"
     for each in report.studied:
         if each.problem:
             yield each.candidate.draft, each.problem
@@ -139,14 +136,14 @@ def verdict(report: TuneReport) -> Iterator[Text]:
     pick = report.pick
     if pick is None:
         late = any(not each.problem or each.problem == NOT_REACHED for each in report.studied)
-        advice = "allow more time with --time-limit" if late else "see above why none of the drafters could be"
+        advice = "allow more time with --time-limit" if late else "the reason of each drafter is above"
         yield Text(f"Nothing was measured: {advice}.", "bold yellow")
         return
     at = f"at batch {pick.batch}" + (
         "" if report.about["prompts"]["replayed"] else f", temperature {pick.temperature:g}"
     )
     if pick.draft is None:
-        yield Text(f"Plain decoding is fastest {at}: none of these drafters helps.", "bold yellow")
+        yield Text(f"Plain decoding is fastest {at}: none of these drafters saves time.", "bold yellow")
     else:
         yield Text(
             f"Use {pick.draft} at depth {pick.shown_depth}: {pick.speed_up:.2f} times as fast {at}.", "bold green"

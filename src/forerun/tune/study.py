@@ -1,9 +1,9 @@
-"""A study: predicts and measures all candidates, one after the other.
+"""A study: predicts and measures the speed-up of all candidates, one after the other.
 
-This file decides the order of measurements, and divides the time limit: every candidate gets an equal share of the
-remaining time. Repetitions alternate between plain and drafted decoding of the same prompts, and all cells have their
-first repetition before any has its second. The costs of the passes are measured again before each repetition, since
-they depend on the memory traffic of other processes, which changes within minutes.
+This file orders the measurements and divides the time limit: each candidate gets an equal share of the remaining time.
+Repetitions alternate between plain and drafted decoding of the same prompts, and all cells have their first repetition
+before any has its second. The costs of passes are measured again before each repetition, since they depend on the
+memory traffic of other processes, which changes within minutes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import BenchRun, run_name
 from forerun.errors import DraftError, NotEnoughMemory
 from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
-from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, expect, interval, played, speed_up
+from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, expect, interval, simulate, speed_up
 from forerun.tune.trial import PILOT_DEPTH, Candidate, DrafterMemory, OutOfTime, Trial
 
 NOT_REACHED = "not reached within --time-limit"
-COARSE_REPEATS, FINE_REPEATS, BESIDE_REPEATS = 3, 2, 2  # for coarse sizes, sizes of good depths, of the best depth
+COARSE_REPEATS, FINE_REPEATS, NEWER_REPEATS = 3, 2, 2  # for coarse sizes, sizes of good depths, of the best depth
 CLOSE = 0.92  # depths with at least this share of the best coarse prediction are measured at all their sizes
 MOST_SIZES, LEAST_SHARE = 32, 0.004  # measured sizes: maximum number, minimum share of rounds
 Jobs = Mapping[str, DecodingJob]  # the job of a cell by drafter
@@ -49,7 +49,7 @@ class TuneCell:
 
     @property
     def chosen(self) -> CellFigures | None:
-        """Drafted decoding with depths chosen by the controller."""
+        """Drafted decoding with depths that the controller chose."""
         return self.at(CHOSEN)
 
     def at(self, depth: int) -> CellFigures | None:
@@ -63,7 +63,7 @@ class TuneCell:
         return drafted.speed_up.median if drafted and drafted.speed_up else None
 
     def interval_around(self, speed_up: float | None) -> tuple[float, float] | None:
-        """The interval of the speed-up on other prompts: the prediction's, scaled to this measured speed-up."""
+        """The prediction's interval of the speed-up on other prompts, scaled to this measured speed-up."""
         if self.prediction.interval is None or not speed_up:
             return None
         low, high = (end / self.prediction.speed_up * speed_up for end in self.prediction.interval)
@@ -106,7 +106,7 @@ def study_all(trials: Sequence[Trial], deadline_s: float, report: ProgressCallba
 
 
 def study(trial: Trial) -> Studied:
-    """Study one candidate as far as its time allows. Its models are freed afterwards."""
+    """Study one candidate within its time; its models are freed afterwards."""
     workload = trial.workload
     groups = trial.selection.groups({workload.name: workload.replayed})
     try:
@@ -133,7 +133,7 @@ def study(trial: Trial) -> Studied:
 
 
 def acceptance_of(jobs: Jobs) -> dict[str, tuple[float, ...]]:
-    """Acceptance by depth for all texts ("") and each category, of the drafter with the fewest rounds."""
+    """Acceptance by depth of the drafter with the fewest rounds, for all texts ("") and each category."""
     best = min(jobs.values(), key=lambda job: sum(len(text.at_depth(PILOT_DEPTH)) for text in job.texts))
     kinds = dict.fromkeys(("", *(text.category for text in best.texts)))
     return {
@@ -143,7 +143,7 @@ def acceptance_of(jobs: Jobs) -> dict[str, tuple[float, ...]]:
 
 
 def table_of(trial: Trial, group: Group, jobs: Jobs) -> PassTable:
-    """Measure the costs of a cell: first of coarse sizes, then of all sizes that the best depths need."""
+    """Measure the costs of rounds of a cell: first of a few sizes, then of all sizes that the best depths need."""
     batch = group.batch
     sizes = {num_rows: sizes_at(num_rows, COARSE_DEPTHS) for num_rows in rows_of(batch)}
     table = PassTable({drafter: trial.passes(group, drafter, "a few sizes", sizes, COARSE_REPEATS) for drafter in jobs})
@@ -162,7 +162,7 @@ def needed_sizes(job: DecodingJob, depths: Sequence[int]) -> list[int]:
     """The most frequent sizes of full rounds at these depths, at most MOST_SIZES."""
     counts = Counter[int]()
     for depth in depths:
-        for shape, times in played(job, depth).rounds.items():
+        for shape, times in simulate(job, depth).rounds.items():
             if shape.num_rows == job.batch and shape.num_tokens > job.batch:
                 counts[shape.num_tokens] += times
     total = counts.total()
@@ -185,25 +185,25 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
             if repetition == 0 or group not in runs or trial.llm is None:
                 trial.running().warm_up(group, depths)
         if sizes := needed_sizes(jobs[group][best.drafter], [best.depth]):
-            beside = trial.passes(group, best.drafter, f"repetition {repetition}", {group.batch: sizes}, BESIDE_REPEATS)
-            costs.setdefault(group, []).extend(beside.values())
+            newer = trial.passes(group, best.drafter, f"repetition {repetition}", {group.batch: sizes}, NEWER_REPEATS)
+            costs.setdefault(group, []).extend(newer.values())
         runs.setdefault(group, []).extend(trial.run(group, turn) for turn in turns)
     answers = trial.workload.recorded()
     return [
         TuneCell(
             group,
-            settled(prediction, jobs[group][prediction.drafter], tables[group], costs.get(group, ())),
+            updated(prediction, jobs[group][prediction.drafter], tables[group], costs.get(group, ())),
             group_figures(group, runs[group], answers) if group in runs else None,
         )
         for group, prediction in expected.items()
     ]
 
 
-def settled(prediction: Expected, job: DecodingJob, table: PassTable, beside: Sequence[RowCosts]) -> Expected:
-    """The prediction for its depth and drafter, updated by the costs measured beside the runs, with its interval."""
+def updated(prediction: Expected, job: DecodingJob, table: PassTable, newer: Sequence[RowCosts]) -> Expected:
+    """The prediction for the same depth and drafter by the costs measured between the runs, with its interval."""
     drafter, depth, rows, gain = prediction.drafter, prediction.depth, job.batch, prediction.speed_up
-    if beside:
-        newer = table.by_drafter[drafter][rows].newer(beside)
-        table = PassTable({**table.by_drafter, drafter: {**table.by_drafter[drafter], rows: newer}})
+    if newer:
+        costs = table.by_drafter[drafter][rows].newer(newer)
+        table = PassTable({**table.by_drafter, drafter: {**table.by_drafter[drafter], rows: costs}})
         gain = speed_up(job, table.round_s, drafter, depth)
     return replace(prediction, speed_up=gain, interval=interval(job, table.round_s, drafter, depth))

@@ -1,7 +1,7 @@
 """Translations: a drafter and a depth as options of other engines, if they have the method.
 
-They are not tested here: option names are those of the manuals, methods of the same name differ in detail, and the
-fastest choice here need not be the fastest there.
+The option names are those of the engines' manuals and are not tested here. Methods of the same name differ in detail,
+and the fastest choice in forerun need not be the fastest one there.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sglang(spec: DraftSpec, depth: int) -> tuple[str, str]:
 def llama_cpp(spec: DraftSpec, depth: int) -> tuple[str, str]:
     """(options, note) for llama.cpp's server."""
     if spec.name == "ngram":
-        return f"--spec-type ngram-simple --draft-max {depth}", "newer versions spell it --spec-draft-n-max"
+        return f"--spec-type ngram-simple --draft-max {depth}", "newer versions call it --spec-draft-n-max"
     if spec.name == "model":
         model = shlex.quote(f"{spec.argument}.gguf")
         return f"--model-draft {model} --draft-max {depth}", "the draft model has to be converted to GGUF first"

@@ -1,7 +1,7 @@
-"""A trial: one candidate with its target, and all measurements of them.
+"""A trial: one candidate with its target, and all measurements of it.
 
 Finished measurements are stored and not repeated; models are loaded only if a measurement is missing. `study.py`
-decides which measurements are made, and in which order. `early-exit:auto` is expanded to candidates here.
+chooses the measurements and their order. `early-exit:auto` is expanded to candidates here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.tune.passes import PassMeter, PilotDrafter, RowCosts
-from forerun.tune.predict import Guessed, TextRounds
+from forerun.tune.predict import DraftOutcome, TextRounds
 
 MARGIN = 32  # context tokens beyond the texts, for deep drafts at their ends
 EXITS = (8, 4, 2)  # `early-exit:auto` tries to exit after 1/8, 1/4 and 1/2 of the layers
@@ -36,7 +36,7 @@ PILOT_DEPTH = AUTO_DEPTH  # draft depth of the pilot run, and the maximum depth 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter to try, by its spec; `family` is the spec that the user gave."""
+    """A drafter to measure, by its spec; `family` is the spec that the user wrote."""
 
     draft: str
     family: str
@@ -45,7 +45,7 @@ class Candidate:
 def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
     """The candidates, without duplicates. Raises UnknownDrafter for an invalid spec, or an empty list."""
     if not drafts:
-        raise UnknownDrafter("drafts: there is no drafter to try: name some, as in --drafts ngram suffix model:DIR")
+        raise UnknownDrafter("drafts: there is no drafter to measure: name some, as in --drafts ngram suffix model:DIR")
     candidates: dict[str, Candidate] = {}
     for text in drafts:
         spec = parse_spec(text)
@@ -58,7 +58,7 @@ def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:
 def exits_of(num_layers: int) -> list[str]:
     """The specs that `early-exit:auto` stands for. Raises UnknownDrafter for a single layer."""
     if num_layers < 2:
-        raise UnknownDrafter("early-exit:auto: the target has a single layer, which leaves nothing to exit from")
+        raise UnknownDrafter("early-exit:auto: the target has a single layer, so there is no earlier exit")
     return [f"early-exit:{layer}" for layer in sorted({max(1, num_layers // part) for part in EXITS})]
 
 
@@ -79,7 +79,7 @@ class OutOfTime(Exception):
 
 @dataclass(slots=True)
 class Trial:
-    """Measurements of one candidate; `report` gets progress, and no measurement starts after `deadline_s`."""
+    """The measurements of one candidate; `report` gets progress, and no measurement starts after `deadline_s`."""
 
     target: Blueprint
     spec: ModelSpec
@@ -102,14 +102,14 @@ class Trial:
         """Whether the deadline has passed."""
         return time.perf_counter() >= self.deadline_s
 
-    def known(self, what: str, made: Callable[[], Any]) -> Any:
-        """A stored measurement, or a new one. Raises OutOfTime after the deadline."""
-        of = f"{self.name} {what}"
-        if self.kept.holds(of):
-            return self.kept.values[of]
+    def stored(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The stored measurement of this name, or else a new one. Raises OutOfTime after the deadline."""
+        name = f"{self.name} {name}"
+        if self.kept.holds(name):
+            return self.kept.values[name]
         if self.late:
             raise OutOfTime
-        return self.kept.add(of, made())
+        return self.kept.add(name, measure())
 
     def loaded(self) -> LLM:
         """The LLM with both models, for the largest batch. Raises NotEnoughMemory if it does not fit."""
@@ -153,7 +153,7 @@ class Trial:
         return self.measuring
 
     def memory(self) -> DrafterMemory:
-        """The drafter's memory by the memory plan."""
+        """The drafter's memory according to the memory plan."""
 
         def planned() -> dict[str, int]:
             plan = self.loaded().plan
@@ -161,7 +161,7 @@ class Trial:
             caches, kept = sum(plan.drafter_cache_bytes.values()), sum(plan.remembered_bytes.values())
             return asdict(DrafterMemory(plan.weights_bytes - alone, caches, kept, alone, plan.cache_bytes))
 
-        return DrafterMemory(**self.known("memory", planned))
+        return DrafterMemory(**self.stored("memory", planned))
 
     def drafter_names(self) -> Sequence[str]:
         """The names of a mix's drafters; [""] for a single drafter."""
@@ -170,7 +170,7 @@ class Trial:
             drafter = self.loaded().drafter
             return list(drafter.names) if drafter is not None and len(drafter.names) > 1 else [""]
 
-        names: list[str] = self.known("names", listed)
+        names: list[str] = self.stored("names", listed)
         return names
 
     def num_texts(self, batch: int) -> int:
@@ -180,7 +180,7 @@ class Trial:
     def pilot(self, group: Group, drafter_name: str) -> tuple[TextRounds, ...]:
         """The draft outcomes of one drafter of a mix at every position of every text of a run, at PILOT_DEPTH.
 
-        One record serves all batch sizes if the drafter learns nothing from other texts.
+        One record serves all batch sizes, unless the drafter uses past answers.
         """
         batches, items = self.selection.batches, self.workload.items
         if self.memory().remembered_bytes:
@@ -188,9 +188,9 @@ class Trial:
         batch, num_texts = max(batches), max(map(self.num_texts, batches))
 
         def recorded() -> list[Any]:
-            self.report(f"recording guesses, batch {batch}", 0.0)
+            self.report(f"recording drafts, batch {batch}", 0.0)
             drafter = self.loaded().drafter
-            assert drafter is not None, "a candidate drafts"
+            assert drafter is not None, "a candidate has a drafter"
             pilot, together = PilotDrafter(drafter), replace(group, batch=batch)
             setup = self.setup(FixedDepth(), pilot, drafter_name)
             run_log, tenant = RunLog(batch, PILOT_DEPTH), f"pilot {together} {drafter_name}"
@@ -203,10 +203,10 @@ class Trial:
 
         texts = []
         for number, (num_prompt, num_tokens, places) in enumerate(
-            self.known(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {drafter_name}", recorded)
+            self.stored(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {drafter_name}", recorded)
         ):
-            guessed = [[Guessed(*each) for each in place] for place in places]
-            texts.append(TextRounds(items[number % len(items)].category, num_prompt, num_tokens, guessed))
+            outcomes = [[DraftOutcome(*each) for each in place] for place in places]
+            texts.append(TextRounds(items[number % len(items)].category, num_prompt, num_tokens, outcomes))
         return tuple(texts[: self.num_texts(group.batch)])
 
     def passes(
@@ -222,9 +222,9 @@ class Trial:
                 measured.append([num_rows, asdict(meter.measure(groups, self.report))])
             return measured
 
-        kept = self.known(f"passes, {group.name}, arm {drafter_name}, {part}", timed)
-        return {num_rows: RowCosts.from_json(costs) for num_rows, costs in kept}
+        stored = self.stored(f"passes, {group.name}, arm {drafter_name}, {part}", timed)
+        return {num_rows: RowCosts.from_json(costs) for num_rows, costs in stored}
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or drafted decoding of all prompts."""
-        return BenchRun.from_json(self.known(run_name(group, turn), lambda: asdict(self.running().run(group, turn))))
+        return BenchRun.from_json(self.stored(run_name(group, turn), lambda: asdict(self.running().run(group, turn))))

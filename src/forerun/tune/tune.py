@@ -1,4 +1,4 @@
-"""`tune`: checks the arguments, studies the candidates, and reports."""
+"""`tune`: checks the arguments, measures the candidates, and returns the report."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def tune(
     bar: LoadingBar,
     time_limit_s: float | None = None,
 ) -> TuneReport:
-    """Measure every candidate in the cells of a selection, and report.
+    """Measure every candidate at all batch sizes and temperatures of a selection, and return the report.
 
-    Finished measurements are stored in `folder` and not repeated; none starts after the time limit. Raises, before any
-    weights are loaded, if a drafter is unknown, a prompt does not fit, or the folder belongs to another tuning.
+    Finished measurements are stored in `folder` and not repeated; none starts after the time limit. An unknown drafter,
+    a prompt that does not fit, or the folder of another tuning raises a ForerunError before any weights are loaded.
     """
     if subject.threads is not None:
         torch.set_num_threads(subject.threads)
@@ -69,7 +69,7 @@ def tune(
 
 
 def about_of(subject: Subject, target: Blueprint, workload: Workload, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that affects measurements of all candidates."""
+    """Everything that affects the measurements of all candidates."""
     template = subject.template
     chat = {"hash": workload.template, "options": dict(template.options), "thinking": template.thinking}
     return {
