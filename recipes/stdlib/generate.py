@@ -1,7 +1,7 @@
-"""Stage 2: the target's own texts, which the students are taught on beside the corpus.
+"""Stage 2: texts of the target, on which the students are trained together with the corpus.
 
-What a drafter meets in service is what its target writes, not what people wrote: so beginnings of the corpus are
-gone on from by the engine itself, at two temperatures. One file per batch, so that a kill costs one batch.
+A drafter has to predict what its target writes, not what people wrote. So the engine continues beginnings of corpus
+files with the target, at two temperatures. Each batch has its own file, so that an interruption costs one batch.
 """
 
 from __future__ import annotations

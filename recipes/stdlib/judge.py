@@ -33,7 +33,7 @@ LEADS = {"early-exit": "2:"}  # the part of the argument before the folder
 class Acceptance:
     """P(draft token j accepted | those before it were), and tokens per round by depth from 1.
 
-    The last is counted; the others follow from acceptance, for a drafter that always guesses to the full depth.
+    The last is counted; the others follow from acceptance, for a drafter that always drafts to the full depth.
     """
 
     acceptance_at_depth: tuple[float, ...]
@@ -143,8 +143,10 @@ def costs_of(target: Path, draft: str, prompt: Sequence[int]) -> tuple[float, ..
 
 
 def write_records(found: Mapping[str, DrafterFigures], out: Path) -> None:
-    """A `drafter.json` into the folder of each drafter that has one, unless rounds of none were timed: `auto` would
-    choose by guesses alone, and those of the largest drafter are the best."""
+    """Write `drafter.json` to the folders of all drafters, unless no rounds were timed.
+
+    Without times `auto` would choose by acceptance alone, in which the largest drafter is best.
+    """
     if all(own.speed_up is None for own in found.values()):
         return
     digest = Blueprint.of(str(out / "target")).weights_digest()

@@ -37,8 +37,7 @@ class Budget:
     be fixed before sampling, such a node may stay, without children. If `min_survival` is above 0 the drafter also
     returns its estimates (`Draft.survival`), for chains too.
 
-    `shape`, if given, fixes the tree, and the other limits are those of the shape. A drafter that cannot draft this
-    shape only keeps the limits.
+    `shape`, if given, fixes the tree; the limits are then its own, and a drafter that cannot draft it just keeps them.
     """
 
     depth: int
@@ -89,10 +88,8 @@ class Committed:
     empty if unknown.
 
     Sequences with the same salt may share cached prefixes, also in the caches of drafters. A sequence whose salt is
-    None shares with none; the same holds for all sequences if `salts` is empty.
-
-    If `adopted` is true the tokens are cached prefixes of new sequences, which the target did not process again. They
-    come without features, and are no longer than the drafter allowed (`StateDrafter.adoptable`).
+    None shares with none; with empty `salts` none does. If `adopted` is true the tokens are cached prefixes of new
+    sequences, which the target did not process again. They have no features, and are at most what `adoptable` allowed.
     """
 
     seq_ids: Sequence[int]
@@ -143,9 +140,8 @@ class Resume:
 class Draft:
     """The result of `propose`: the draft trees, the drafter's estimates, and the time of its own models' passes.
 
-    Only a mix sets `drafter` and `drafter_s`. `drafter`, on the host, is the index of the member that proposed each
-    node, and at the root that of the member that drafted the row; -1 for none. `drafter_s` is the drafting time of each
-    member in seconds.
+    Only a mix sets `drafter` and `drafter_s`. `drafter`, on the host, is the index of the member that drafted a node,
+    and at the root that of the row's member; -1 for none. `drafter_s` is each member's drafting time in seconds.
     """
 
     tree: DraftTree

@@ -136,8 +136,10 @@ class BlockStudent(TableStudent):
         x = torch.cat([self.tables.embedding[batch.tokens[rows, roots]][:, :, None], masked], dim=2).flatten(1, 2)
         positions = (roots[:, :, None] + torch.arange(num_places, device=x.device)).flatten(1)
         root = roots.repeat_interleave(num_places, dim=1)[:, :, None]  # of each position
-        beside = (root == root.mT) & (positions[:, None] <= positions[:, :, None] if c.causal else root == root.mT)
-        mask = torch.cat([text[:, None] < root, beside], dim=2)[:, None]
+        in_block = root == root.mT
+        if c.causal:
+            in_block &= positions[:, None] <= positions[:, :, None]
+        mask = torch.cat([text[:, None] < root, in_block], dim=2)[:, None]
         for index in range(c.layers.layers):
             layer = TrainedLayer(c.layers, self.weights, names.LAYER.format(index).removesuffix("."), self.rope)
             x = layer(x, positions, mask, [layer.keys_and_values(context, text)])
