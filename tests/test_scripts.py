@@ -168,7 +168,7 @@ def test_the_served_models_are_those_of_the_demo(tmp_path: Path, fetched: bool) 
     plain = (
         "from forerun.demo import material; material.Pair.widened = classmethod(lambda cls, draft: cls(draft=draft)); "
     )
-    plain += f"from pathlib import PosixPath; material.kept = lambda: {file!r}"
+    plain += f"from pathlib import PosixPath; material.cached_file = lambda: {file!r}"
     stubs = {"forerun": 'printf "%s\\n" "$@"', "python": f'exec {sys.executable} -c "{plain}\n$2"'}
     for name, body in stubs.items():
         (programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")

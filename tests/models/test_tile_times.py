@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_loses_nothing_but_time(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert chosen()
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_reads_take_the_tiles_of_the_next_number_of_rows() -> None:
