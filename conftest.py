@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Generator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,7 @@ os.environ.setdefault("FORERUN_DEVICE", "cpu")  # what is promised to the bit is
 
 import pytest
 import torch
+from _pytest.pathlib import import_path
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton, which any test may import: it decides then
@@ -36,13 +38,31 @@ if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """While tests are collected, no garbage is looked for: modules and tests stay, and the search takes seconds."""
     gc.disable()
     try:
+        import_from_another_folder_on(session.config)
         return (yield)
     finally:
         gc.enable()
+
+
+def import_from_another_folder_on(config: pytest.Config) -> None:
+    """Import all modules of tests, if this process is one of several that collect the entire suite at the same time.
+
+    Each process begins with another folder. So in a fresh clone each compiles a part of the modules, and reads what the
+    others have compiled of the rest. What cannot be imported here fails when it is collected.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args != config.getini("testpaths"):
+        return
+    folders = sorted(path for path in (ROOT / "tests").iterdir() if path.is_dir())
+    first = int(worker["workerid"].removeprefix("gw")) * len(folders) // worker["workercount"]
+    for folder in folders[first:] + folders[:first]:
+        for path in sorted(folder.glob("test_*.py")):
+            with suppress(Exception, pytest.skip.Exception):
+                import_path(path, root=config.rootpath, consider_namespace_packages=False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -55,8 +55,9 @@ def cut(numbers: Tensor) -> Tensor:
     return (numbers.view(torch.int32) & -65536).view(torch.float32)
 
 
-@pytest.mark.short("INT4-192-32-False-False", "UINT4-32-*-True", "INT8-96-*-False", "INT8-200-*-True",
-                   "E4M3-256-*-True", "E2M1-*-False", "E4M3-20-*-True")  # fmt: skip
+@pytest.mark.short(
+    "INT4-192-32-False-False", "UINT4-32-*-True", "INT8-200-*-True", "E2M1-*-False", "E4M3-20-*-True"
+)
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
     form: tuple[str, int, int, bool], biased: bool
@@ -64,7 +65,7 @@ def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
     check_products(form, biased, "cpu", torch.float32)
 
 
-@pytest.mark.short("UINT4-320-*", "INT8-200-*", "E2M1-*")
+@pytest.mark.short("UINT4-320-*", "E2M1-*")
 def test_rows_of_experts_have_the_bits_of_their_experts_layers(form: tuple[str, int, int, bool]) -> None:
     check_products_of_experts(form, True, "cpu", torch.float32)
 

@@ -5,7 +5,8 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from hypothesis import example, given, settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.serve.parse import prepare
@@ -188,16 +189,19 @@ def test_a_conversation_asks_for_what_its_chat_asks_for(body: dict[str, Any]) ->
     assert asked(body, "messages") == asked(chat, "chat") == asked(response_of(chat), "responses")
 
 
-@settings(max_examples=20, deadline=None)
-@given(body=bodies())
-@example(body=UNSHOWN)
-def test_an_answer_is_that_of_its_chat(server: Running, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(60, marks=pytest.mark.full)])
+def test_an_answer_is_that_of_its_chat(server: Running, count: int) -> None:
     """In responses too; whole, and as a stream, whose events are in their order."""
-    chat = chat_of(body)
-    message = server.post("/v1/messages", **body).json()
-    if message["type"] == "error":  # the prompt may be too long for so many tokens
-        assert message["error"]["message"] == server.post("/v1/chat/completions", **chat).json()["error"]["message"]
-        return
-    reply = reply_of(server, chat, response_of(chat), body)
-    count = server.post("/v1/messages/count_tokens", **body).json()
-    assert count == {"input_tokens": reply.counts[0]}
+
+    def check(body: dict[str, Any]) -> None:
+        chat = chat_of(body)
+        message = server.post("/v1/messages", **body).json()
+        if message["type"] == "error":  # the prompt may be too long for so many tokens
+            assert message["error"]["message"] == server.post("/v1/chat/completions", **chat).json()["error"]["message"]
+            return
+        reply = reply_of(server, chat, response_of(chat), body)
+        counted = server.post("/v1/messages/count_tokens", **body).json()
+        assert counted == {"input_tokens": reply.counts[0]}
+
+    check(UNSHOWN)
+    settings(max_examples=count, deadline=None)(given(bodies())(check))()
