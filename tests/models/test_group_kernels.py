@@ -55,9 +55,7 @@ def cut(numbers: Tensor) -> Tensor:
     return (numbers.view(torch.int32) & -65536).view(torch.float32)
 
 
-@pytest.mark.short(
-    "INT4-192-32-False-False", "UINT4-32-*-True", "INT8-200-*-True", "E2M1-*-False", "E4M3-20-*-True"
-)
+@pytest.mark.short("INT4-192-32-False-False", "UINT4-32-*-True", "INT8-200-*-True", "E2M1-*-False", "E4M3-20-*-True")
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
     form: tuple[str, int, int, bool], biased: bool

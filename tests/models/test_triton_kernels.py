@@ -147,7 +147,7 @@ def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeyp
     assert torch.equal(case.attended(ops), at_once)
 
 
-@pytest.mark.short("True-*-33", "False-tile3-33", "True-tile0-70", "True-tile5-70")
+@pytest.mark.short("False-tile3-33", "True-tile0-70", "True-tile5-70", "True-tile7-33")
 @pytest.mark.parametrize("rows", [1, 5, 33, 70])
 @pytest.mark.parametrize("tile", [SMALLEST, *TILES])
 @pytest.mark.parametrize("biased", [False, True])
