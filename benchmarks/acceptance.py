@@ -2,8 +2,8 @@
 
     python -m benchmarks.acceptance [DEPTH ...]
 
-For every depth and rule: accepted / drafted, acceptance at each depth, tokens per round. What the overlap of the two
-models' laws makes of it is independent of the machine; no time is measured.
+For every depth and rule: accepted / drafted, acceptance at each depth, tokens per round. These depend only on the
+overlap of the two models' distributions and not on the machine; no time is measured.
 """
 
 import sys

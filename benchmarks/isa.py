@@ -1,7 +1,7 @@
-"""Pins a benchmark to an instruction set, forerun and the libraries beside it alike.
+"""Limits forerun and the other libraries of a benchmark to an instruction set.
 
-So a figure for processors with AVX2 alone can be had on any x86 machine. Libraries look at these variables when they
-are loaded; a benchmark that is pinned is therefore started again with them.
+So figures for processors with only AVX2 can be measured on any x86 machine. Libraries read these environment variables
+when they are loaded, so a benchmark restarts itself with them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ISAS: Mapping[str, Mapping[str, str]] = {
 
 
 def isa_option() -> Any:
-    """The option."""
-    return option(None, "instructions to use at most (default: all there are)", choices=[*ISAS])
+    """The option --isa."""
+    return option(None, "the largest instruction set to use (default: all)", choices=[*ISAS])
 
 
 def pin(isa: str | None) -> None:
-    """Start this process again with the variables of `isa`, unless it has them."""
+    """Restart this process with the environment variables of `isa`, unless they are set."""
     wanted = ISAS[isa] if isa else {}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, sys.orig_argv, os.environ | wanted)

@@ -1,4 +1,4 @@
-"""What the compiled kernels bring: layers and passes against torch's operators and the memory limit, attention.
+"""The speed of the compiled kernels: layers, passes and attention against torch's operators and the memory limit.
 
     python -m benchmarks.kernels [--isa avx2|avx512|amx] [--quantize int8|int4] [--only layers|passes|attention]
         [--alone]
@@ -70,7 +70,7 @@ def alternating(calls: Mapping[str, Callable[[], object]], repeats: int = REPEAT
 
 
 def layers(bandwidth: float) -> None:
-    """A table of milliseconds for each shape: a row for each format, and for torch's packed operators."""
+    """Print milliseconds for each shape: a row for each format, and for torch's packed operators."""
     kernels = find_kernels("native", torch.float32)
     assert kernels is not None
     for outputs, inputs in SHAPES:
@@ -105,7 +105,7 @@ def layer_ms(copies: list[Linear], x: torch.Tensor, by_torch: bool) -> float:
 
 
 def read(runner: Runner, num_tokens: int) -> Callable[[], None]:
-    """A pass over so many tokens behind the text, at most MANY of them judged."""
+    """A pass over `num_tokens` tokens after the text, with logits for the last MANY at most."""
 
     def call() -> None:
         runner.read([Read(0, range(5, 5 + num_tokens), judged=range(max(0, num_tokens - MANY), num_tokens))])
@@ -216,7 +216,7 @@ def read_few(runner: Runner, num_tokens: int) -> Callable[[], None]:
 
 @dataclass(slots=True)
 class Options:
-    """Which tables, in which format."""
+    """The tables and the number format."""
 
     isa: str | None = isa_option()
     quantize: Quantization | None = option(
@@ -228,7 +228,7 @@ class Options:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print the tables that were asked for."""
+    """Print the selected tables."""
     options = options_of(Options)
     pin(options.isa)
     only, quantize = options.only, options.quantize

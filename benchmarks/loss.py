@@ -1,9 +1,9 @@
-"""What each number format of the weights costs in quality: cross-entropy of held-out files of the standard library.
+"""The loss of quality by each number format of the weights: cross-entropy on held-out files of the standard library.
 
     python -m benchmarks.loss [--model stdlib] [--kernels auto] [--windows 40]
 
-Every token of the windows once, each window behind `<s>`, by the code that serves; nats per token, and by how much that
-is more than in float32. The files are those that the bundled models were not trained on.
+Every token of the windows counts once, each window starts with `<s>`, and the code that serves requests computes the
+logits. Printed are nats per token and the difference to float32. The bundled models were not trained on these files.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def held_out(name: str, num_windows: int) -> list[list[int]]:
 
 
 def loss(model: Blueprint, windows: list[list[int]]) -> float:
-    """The mean over all tokens, in nats."""
+    """The mean cross-entropy over all tokens, in nats."""
     runner, total = model.load(WINDOW + 1), 0.0
     for i, window in enumerate(windows):
         logits = runner.read([Read(i, [0, *window[:-1]], judged=range(len(window)))]).logits
@@ -50,7 +50,7 @@ def loss(model: Blueprint, windows: list[list[int]]) -> float:
 
 @dataclass(slots=True)
 class Options:
-    """What is measured."""
+    """The models and the amount of text."""
 
     model: Sequence[str] = option(tuple(BUNDLED), "models (default: all bundled ones)", nargs="*")
     kernels: KernelChoice = option("auto", choices=KERNEL_CHOICES, type=str)

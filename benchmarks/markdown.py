@@ -1,4 +1,4 @@
-"""Markdown tables: whole ones, and lines that are printed as they are measured."""
+"""Markdown tables: complete ones, and lines that are printed as soon as they are measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def header(*names: object) -> str:
 
 
 def table(names: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A whole table, which ends with a line break."""
+    """A complete table, which ends with a line break."""
     return "".join(f"{each}\n" for each in (header(*names), *(line(*row) for row in rows)))
 
 
@@ -33,7 +33,7 @@ def show_header(*names: object) -> None:
 
 
 def spread_cells(spread: Spread | None, form: str = ".2f") -> tuple[str, str]:
-    """A median and its quartiles; empty where nothing was measured."""
+    """A median and its quartiles; empty strings if nothing was measured."""
     if spread is None:
         return "", ""
     return format(spread.median, form), f"{spread.low:{form}} to {spread.high:{form}}"

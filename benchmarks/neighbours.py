@@ -1,8 +1,8 @@
-"""Answers beside programs that keep cores busy: `python -m benchmarks.neighbours MODEL [DRAFT] [--busy 0 1 2]`.
+"""Decoding speed while other programs keep cores busy: `python -m benchmarks.neighbours MODEL [DRAFT] [--busy 0 1 2]`.
 
-Each busy program is a Python process that does nothing but loop, at this process's priority. Counts are taken by turns,
-`--repeats` times. Tokens per second of a greedy answer, its median; beside it the share of the undisturbed one, and the
-share that would be fair: all threads' part of the cores, if every busy program had as much as one of them.
+Each busy program is a Python process that runs an endless loop with this process's priority. The numbers of busy
+programs alternate, `--repeats` times. Printed are the median tokens per second of a greedy answer, its share of the
+undisturbed speed, and the fair share: the threads' share of the cores if every busy program got as much as one thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTLE_S = 1.0
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that loop."""
+    """Context in which `count` processes run endless loops."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         time.sleep(SETTLE_S)
@@ -41,7 +41,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def tokens_per_s(llm: LLM, params: SamplingParams) -> float:
-    """Of one answer."""
+    """The speed of one answer."""
     started_s = time.perf_counter()
     (output,) = llm.chat([{"role": "user", "content": PROMPT}], params)
     return len(output.outputs[0].token_ids) / (time.perf_counter() - started_s)
@@ -49,7 +49,7 @@ def tokens_per_s(llm: LLM, params: SamplingParams) -> float:
 
 @dataclass(slots=True)
 class Options:
-    """The models, and what keeps cores busy beside them."""
+    """The models and the numbers of busy programs."""
 
     model: str = option(what="the target")
     draft: str | None = option(what="a drafter (default: none)", nargs="?")

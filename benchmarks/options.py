@@ -21,9 +21,9 @@ def option(default: Any = MISSING, what: str | None = None, **how: Any) -> Any:
 
 
 def options_of(kind: type[Options], arguments: Sequence[str] | None = None) -> Options:
-    """The options of a command line, that of this process by default. A ValueError in making them is told as a mistake.
+    """The options of a command line, by default of this process. A ValueError of the dataclass ends it with a message.
 
-    A field that is a Sequence has commas between its values, unless `how` says otherwise.
+    The values of a field that is a Sequence are separated by commas, unless its `how` has nargs or action.
     """
     module, hints = sys.modules[kind.__module__], get_type_hints(kind)
     assert module.__spec__ is not None, "a benchmark is run as a module"
@@ -49,7 +49,7 @@ def options_of(kind: type[Options], arguments: Sequence[str] | None = None) -> O
 
 
 def several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """What reads values with commas between them."""
+    """A parser of values that are separated by commas."""
 
     def read(text: str) -> list[Any]:
         try:

@@ -1,11 +1,11 @@
-"""The perplexity of held-out pages, beside llama.cpp's on the same GGUF file.
+"""The perplexity of pages of text, compared with llama.cpp's on the same GGUF file.
 
     python -m benchmarks.perplexity --model MODEL.gguf [--pages 20] [--tokens 512] [--folder build/peers]
 
-The pages are documentation strings of this Python's standard library, module after module by name, with the spaces
-between their words made one, so that any machine with the same Python has the same text. A page is `--tokens` tokens;
-what is judged is its second half, each token after all that stands before it on the page. `llama-perplexity` judges
-the same tokens: that both read the text as the same ones is checked with the tokenizer of llama.cpp's server.
+The pages are docstrings of this Python's standard library, module after module by name, with single spaces between
+words, so that any machine with the same Python has the same text. A page has `--tokens` tokens; the perplexity is that
+of its second half, given all earlier tokens of the page. `llama-perplexity` evaluates the same tokens: the tokens of
+both engines are compared, with the tokenizer of llama.cpp's server.
 
 Status 1: the two differ by more than half a percent.
 """
@@ -35,12 +35,12 @@ from benchmarks.processes import ROOT, StepFailed, tail
 from forerun import LLM, SamplingParams
 
 MOST_APART = 0.005
-LEAST_WORDS = 40  # of a documentation string that counts
+LEAST_WORDS = 40  # minimum length of a docstring
 FINAL = re.compile(r"Final estimate: PPL = ([\d.]+)")
 
 
 def documentation() -> Iterator[str]:
-    """The long documentation strings of the standard library's modules."""
+    """The long docstrings of the standard library's modules."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
         nodes = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef))]
@@ -51,23 +51,23 @@ def documentation() -> Iterator[str]:
 
 
 def pages_text(llm: LLM, num_tokens: int) -> str:
-    """Text of at least so many tokens."""
+    """Text of at least `num_tokens` tokens."""
     text = ""
     for passage in documentation():
         text += f"{passage}\n"
         if len(text) > 3 * num_tokens and len(llm.tokenizer.encode(text)) > num_tokens:
             return text
-    raise SystemExit("the standard library's documentation is shorter than that: ask for fewer pages")
+    raise SystemExit("the standard library's docstrings are too short for this: use fewer --pages")
 
 
 def pages_of(tokens: Sequence[int], count: int, length: int, begins: int | None) -> list[list[int]]:
-    """So many pages, each beginning as the text does if texts begin with a token of their own."""
+    """`count` pages of `length` tokens; with `begins`, every page starts with that token, such as BOS."""
     pages = [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
     return pages if begins is None else [[begins, *page[1:]] for page in pages]
 
 
 def perplexity(llm: LLM, pages: Sequence[Sequence[int]]) -> float:
-    """Of the second halves of the pages."""
+    """The perplexity of the second halves of the pages."""
     logprobs = []
     for page in pages:
         (result,) = llm.generate([list(page)], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
@@ -77,7 +77,7 @@ def perplexity(llm: LLM, pages: Sequence[Sequence[int]]) -> float:
 
 
 def peer_perplexity(setup: Setup, text: Path, count: int, length: int) -> float:
-    """llama.cpp's."""
+    """The perplexity that llama.cpp computes."""
     program = binary(Path(setup.place), "llama-perplexity")
     command = [program, "--model", setup.target, "--file", str(text), "--ctx-size", str(length)]
     command += ["--chunks", str(count), "--threads", str(setup.threads), "--batch-size", str(length)]
@@ -89,7 +89,7 @@ def peer_perplexity(setup: Setup, text: Path, count: int, length: int) -> float:
 
 
 def peer_tokens(setup: Setup, text: str) -> list[int]:
-    """The text as llama.cpp reads it."""
+    """The text's tokens from llama.cpp's tokenizer."""
     with closing(Server(setup, Mode())) as server:
         body = json.dumps({"content": text, "add_special": True}).encode()
         request = urllib.request.Request(f"{server.url}/tokenize", body, {"Content-Type": "application/json"})
@@ -100,7 +100,7 @@ def peer_tokens(setup: Setup, text: str) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """The file, and how much of it is judged."""
+    """The model file and the amount of text."""
 
     model: str = option(what="a GGUF file", required=True)
     pages: int = option(20, "default %(default)s")
@@ -111,7 +111,7 @@ class Options:
 
 
 def main() -> int:
-    """Both perplexities and how far they are apart."""
+    """Print both perplexities and their relative difference."""
     options = options_of(Options)
     place = Place(options.folder.resolve() / LlamaCpp.name, options.jobs)
     model = str(Path(options.model).resolve())

@@ -1,9 +1,9 @@
-"""What it costs to multiply many rows in the pieces that keep their bits: 512 rows, packed bfloat16 layers.
+"""The cost of multiplying many rows in pieces that keep results bit-equal: 512 rows, packed bfloat16 layers.
 
     python -m benchmarks.pieces
 
-For every shape: how many rows this machine is trusted with at a time, and the time in such pieces over that in one
-call; median and quartiles of alternating pairs.
+For every shape: the number of rows per piece for which results are bit-equal on this machine, and the time in such
+pieces over the time of one call; median and quartiles of alternating pairs.
 """
 
 import time

@@ -1,14 +1,14 @@
-"""What known beginnings save, and what looking for them costs: with and without a prefix cache, by turns.
+"""The savings and the costs of the prefix cache: engines with and without it, alternating.
 
     python -m benchmarks.prefixes [--parameters 0.1B] [--draft DRAFT] [--repeats 3] [--only chats,alone,samples,copies]
 
-The widened target, in bfloat16 where the processor has it. Both engines share its weights and one cache, which is
-emptied before each case, and no text is drafted, unless `--draft` names a drafter: then chains of depth 4.
+The model is the widened target, in bfloat16 if the processor supports it. Both engines share its weights and one cache,
+which is emptied before each case. With `--draft` chains of depth 4 are drafted, otherwise decoding is plain.
 
-- chats: a conversation of 6 turns on one document; seconds to the first token of each turn.
-- alone: prompts that have nothing in common, in a cache that is full of kept blocks: what looking and moving cost.
-- samples: 8 samples of one prompt of so many tokens; seconds until all have 16 tokens.
-- copies: seconds to copy the keys and values of a beginning, and to read it.
+- chats: a conversation of 6 turns about one document; time to first token of each turn.
+- alone: prompts without common prefixes, in a cache that is full of cached blocks: the cost of lookups and evictions.
+- samples: 8 samples of one prompt; time until all have 16 tokens.
+- copies: time to copy the keys and values of a prefix, and to prefill it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ PARTS = ("chats", "alone", "samples", "copies")
 
 @dataclass(slots=True)
 class Sides:
-    """Two engines over one model, one of which keeps beginnings."""
+    """Two engines on one model, with and without a prefix cache."""
 
     llm: LLM
     depth: int
     repeats: int
 
     def engine(self, keeps: bool) -> Engine:
-        """A fresh one over an empty cache."""
+        """A new engine with an empty cache; `keeps`: with a prefix cache."""
         own = self.llm.engine
         own.runner.clear()
         if self.llm.drafter is not None and hasattr(self.llm.drafter, "runner"):
@@ -62,7 +62,7 @@ class Sides:
         return self.llm.requests.sequences(Request.of(list(prompt), params, Speculation(self.depth)))
 
     def by_turns(self, case: Callable[[Engine], list[float]]) -> tuple[list[float], list[float], list[float]]:
-        """Medians of what a case gives with and without, and of their ratios."""
+        """The medians of a case's times with and without the prefix cache, and of their ratios."""
         found_by: dict[bool, list[list[float]]] = {True: [], False: []}
         for repeat in range(self.repeats + 1):
             for keeps in (True, False) if repeat % 2 else (False, True):
@@ -79,13 +79,13 @@ class Sides:
 
 
 def random_text(length: int, seed: int) -> list[int]:
-    """Tokens at random: what is read makes no difference here."""
+    """Random tokens, since the content of the text does not matter."""
     dice = random.Random(seed)
     return [1, *(dice.randrange(10, 1000) for _ in range(length - 1))]
 
 
 def first_token_s(engine: Engine, texts: Sequence[Text]) -> float:
-    """Run texts to their ends; seconds until one has a token."""
+    """Generate the texts to their ends; returns the seconds until the first token."""
     started_s, first = time.perf_counter(), 0.0
     for text in texts:
         engine.submit(text)
@@ -96,7 +96,7 @@ def first_token_s(engine: Engine, texts: Sequence[Text]) -> float:
 
 
 def chats(sides: Sides) -> None:
-    """A conversation, turn by turn."""
+    """Measure a conversation, turn by turn."""
 
     def case(engine: Engine) -> list[float]:
         text, times = random_text(DOCUMENT, 1), []
@@ -110,7 +110,7 @@ def chats(sides: Sides) -> None:
 
 
 def alone(sides: Sides) -> None:
-    """Prompts without a common beginning, in a full cache."""
+    """Measure prompts without common prefixes, in a full cache."""
     lengths, cache = (64, 256, 1024), sides.llm.engine.runner.cache
 
     def case(engine: Engine) -> list[float]:
@@ -130,7 +130,7 @@ def alone(sides: Sides) -> None:
 
 
 def samples(sides: Sides) -> None:
-    """Eight samples of prompts of several lengths."""
+    """Measure eight samples of prompts of several lengths."""
     lengths = (20, 40, 80, 160, 500)
 
     def case(engine: Engine) -> list[float]:
@@ -145,7 +145,7 @@ def samples(sides: Sides) -> None:
 
 
 def copies(sides: Sides) -> None:
-    """One copy of a beginning beside one reading of it."""
+    """Measure copying a prefix, and prefilling it."""
     runner, lengths, read, copied = sides.llm.engine.runner, (64, 256, 1024), [], []
     for length in lengths:
         times: tuple[list[float], list[float]] = ([], [])
@@ -168,7 +168,7 @@ def copies(sides: Sides) -> None:
 def table(
     what: str, rows: Sequence[int], known: Sequence[float], plain: Sequence[float], ratio: Sequence[float]
 ) -> None:
-    """Milliseconds with and without, and how many times as fast."""
+    """Print milliseconds with and without the prefix cache, and their ratio."""
     print(f"{what:>8} {'with, ms':>10} {'without, ms':>12} {'ratio':>8}")
     for row, a, b, r in zip(rows, known, plain, ratio, strict=True):
         print(f"{row:8} {1e3 * a:10.1f} {1e3 * b:12.1f} {r:8.2f}")
@@ -176,7 +176,7 @@ def table(
 
 @dataclass(slots=True)
 class Options:
-    """Which parts, of which models."""
+    """The parts and the models."""
 
     parameters: str = option("0.1B", "of the widened target (default %(default)s)")
     draft: str | None = option(None, "a drafter (default: none)")
@@ -185,7 +185,7 @@ class Options:
 
 
 def main() -> None:
-    """All parts that were asked for."""
+    """Run the selected parts."""
     options = options_of(Options)
     folder = widen(TARGET, read_amount(options.parameters), None)
     depth = 4 if options.draft else 0

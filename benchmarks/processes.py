@@ -1,9 +1,9 @@
-"""Processes that a benchmark asks, and that compute only while they are asked.
+"""Processes of a benchmark that compute only while it is their turn.
 
-A process whose turn it is not is stopped by the system (SIGSTOP), so that no engine's idle threads take time from
-another's, whatever they do while they wait. Each is a process group of its own in the asker's session: what it starts
-is stopped and ended with it, and if the asker is killed, the system continues the stopped groups and ends them. This
-file imports only the standard library, since it runs in every peer's environment.
+At other times a process is stopped (SIGSTOP), so that the idle threads of one engine take no time from another. Each
+process is a separate process group in the benchmark's session: its children are stopped and ended with it, and if the
+benchmark is killed, the system continues the stopped groups and ends them. This file imports only the standard library,
+since it runs in every peer's environment.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TAIL_LINES = 12
-LOG_BYTES = 1 << 16  # of a process's last words
+LOG_BYTES = 1 << 16  # of the end of a process's log
 START_LIMIT_S, END_LIMIT_S = 600.0, 30.0
 
 
 class StepFailed(Exception):
-    """Something a peer needs could not be made, or a process died; the message ends with what it last said."""
+    """A step of a benchmark failed, or a process died; the message ends with the last lines of its output."""
 
 
 def tail(text: str) -> str:
-    """The last lines that say anything."""
+    """The last non-empty lines."""
     return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-TAIL_LINES:])
 
 
 class AskedProcess:
-    """A process whose stderr goes to `log`, and its stdout too unless it `speaks` to the asker by pipes.
+    """A process whose stderr goes to `log`, and its stdout too unless it `speaks` to the benchmark through pipes.
 
-    Unless it is a group of its own (`apart`), it is stopped with the process that asks it. Raises StepFailed where it
-    cannot be started.
+    Unless it is a separate process group (`apart`), it is stopped with the benchmark. Raises StepFailed if it cannot be
+    started.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AskedProcess:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """It runs for as long as the block does."""
+        """Context in which the process runs."""
         self.signal(signal.SIGCONT)
         try:
             yield
@@ -81,16 +81,16 @@ class AskedProcess:
             self.signal(signal.SIGSTOP)
 
     def signal(self, number: signal.Signals) -> None:
-        """Tell the whole group, if it is one of its own."""
+        """Send a signal to the process, or to its group if it has one."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number) if self.apart else self.process.send_signal(number)
 
     def ask_to_end(self) -> None:
-        """Tell it to end by itself."""
+        """Send SIGTERM."""
         self.signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """End it, by force after a while; and with it all that it started."""
+        """End the process and its children, with SIGKILL after END_LIMIT_S."""
         self.signal(signal.SIGCONT)
         self.ask_to_end()
         with suppress(subprocess.TimeoutExpired):
@@ -107,7 +107,7 @@ def free_port() -> int:
 
 
 class ServerProcess(AskedProcess):
-    """A server at `url`, up once made. Raises StepFailed, with its last words, where it does not come up."""
+    """A server at `url` that has started when the constructor returns. Raises StepFailed if it does not start."""
 
     def __init__(
         self, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str], apart: bool = True
@@ -121,7 +121,7 @@ class ServerProcess(AskedProcess):
             raise
 
     def wait(self) -> None:
-        """Until it says that it is healthy, which servers do when their models are loaded."""
+        """Wait until /health is answered with success, which servers do when their models are loaded."""
         limit_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < limit_s and self.process.poll() is None:
             try:
@@ -134,7 +134,7 @@ class ServerProcess(AskedProcess):
 
 @contextmanager
 def serving(*options: str) -> Iterator[str]:
-    """The address of a `forerun serve` with these options, which ends with the block."""
+    """Context with a `forerun serve` with these options; its URL."""
     port = free_port()
     command = [sys.executable, "-m", "forerun", "serve", *options, "--port", str(port)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""What a replica by Ray adds to a request: python -m benchmarks.replicas (needs forerun[serve,ray] and httpx).
+"""The latency that a Ray replica adds to a request: python -m benchmarks.replicas (needs forerun[serve,ray] and httpx).
 
-A plain server and one with a single replica are asked by turns, one request at a time, for the bundled model's answers,
-whole and as streams. Both have the same one engine, so the difference is the way through Ray.
+Requests go alternately to a plain server and to one with a single replica, one at a time, for complete answers and
+streams of the bundled model. Both servers have one equal engine, so the difference is the time in Ray.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a round costs outside model passes: an engine and a model drafter whose passes give ready logits at once.
+"""The cost of a round without model passes: an engine and a model drafter whose passes return prepared logits.
 
     python -m benchmarks.round [ROUNDS [MEGABYTES]]
 
-Everything but the passes is the engine's own: scheduler, draws, growing the draft, sanitize, verify, accept, caches,
-detokenising. Chains of depth 4; the logits fall as a language model's do (rank ** -1.5), and in the rows called
-"flat" they do not (normal, deviation 1). Milliseconds of one round, without the time spent in `Runner.read`: median,
-and quartiles of the whole. With MEGABYTES each of the target's passes first sums so many, as a real one reads its
-weights: the engine then finds the processor's caches full of other things.
+Everything except the passes is the engine's code: scheduler, draws, draft growth, sanitize, verify, accept, caches,
+detokenising. Drafts are chains of depth 4. Probabilities fall like a language model's (rank ** -1.5), except in the
+rows called "flat", whose logits are normal with deviation 1. Printed are milliseconds of one round without the time in
+`Runner.read`: medians, and quartiles of the total. With MEGABYTES, each of the target's passes first sums that much
+memory, like a real pass that reads its weights, so that the processor's caches hold other data.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a draft of another vocabulary is worth beside one of the target's own: acceptance, counted and not timed.
+"""Acceptance of a draft model with another vocabulary, compared with one that has the target's vocabulary.
 
     python -m benchmarks.vocabularies DIR [--target stdlib] [--draft stdlib-draft] [--depth 4] [--tokens 96]
 
-The prompts are those of `forerun bench`'s workload `code`, which no bundled model was trained on. DIR drafts in both
-ways, with shared tokens and with its text encoded again, whichever forerun would choose. "of the draft's" is the ratio
-of accepted / drafted to that of the draft of the same vocabulary. Every output is checked to be plain decoding's.
+The prompts are those of `forerun bench`'s workload `code`, which no bundled model was trained on. DIR drafts with both
+methods, shared tokens and encoding its text again. "of the draft's" is the ratio of accepted / drafted to that of the
+draft model with the same vocabulary. Every output is compared with plain decoding. No time is measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CACHE_TOKENS = 1 << 15
 
 @dataclass(slots=True)
 class Options:
-    """The models, and what they answer."""
+    """The models and the texts."""
 
     folder: str = option(what="the draft model of another vocabulary", metavar="DIR")
     target: str = option("stdlib", "default: %(default)s")

@@ -118,12 +118,12 @@ def test_a_tree_is_cut_to_each_depth_and_no_deeper_than_itself(run: Callable[...
 def test_a_token_that_is_not_the_recorded_one_fails_the_command(
     run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Recorded.said
+    real = Recorded.recorded_token
 
     def wrong(self: Recorded, row: int, position: int) -> int:
         return real(self, row, position) ^ (position == 15)
 
-    monkeypatch.setattr(Recorded, "said", wrong)
+    monkeypatch.setattr(Recorded, "recorded_token", wrong)
     result = run("--replay", str(files / "told.jsonl"), "--output", str(files / "told.json"))
     assert result.exit_code == 1
     told = json.loads((files / "told.json").read_text())
