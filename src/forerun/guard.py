@@ -1,12 +1,12 @@
 """Guard: runs the engine's work and catches every exception that it raises.
 
 A round runs code that is not forerun's: logits processors of requests, drafters of users. It also needs memory that the
-machine may not have. A round that raises must end only the request that caused it, and nobody may be left waiting, so
-the engine runs its work here and then decides what happens to which request. Within a round only the call of a
-request's own code (`sampling/transforms.py`) catches every exception too.
+machine may not have. A round that raises must end only the request that caused it, and no client may wait forever, so
+the engine runs its work through `attempt` and then decides which request ends. Within a round, only the call of a
+request's own code (`sampling/transforms.py`) also catches every exception.
 
-Interrupts are not caught. Python raises them in the main thread only, between any two instructions, and they are meant
-for the caller. In other threads no caller would receive them, so there they are treated as errors.
+Interrupts are not caught. Python raises them in the main thread only, between any two instructions, and they are for
+the caller. In other threads there is no caller to receive them, so there they are treated as errors.
 """
 
 from __future__ import annotations

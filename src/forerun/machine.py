@@ -79,8 +79,10 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
 
 def vector_instructions(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     """The processor's vector and matrix instructions, by the system's names; empty if it does not list them."""
-    stated = ((cpuinfo_field(cpuinfo, field).split(), form) for field, form in VECTOR_FLAGS.items())
-    return tuple(sorted({flag for flags, form in stated for flag in flags if form.fullmatch(flag)}))
+    found_flags = set[str]()
+    for field_name, pattern in VECTOR_FLAGS.items():
+        found_flags.update(filter(pattern.fullmatch, cpuinfo_field(cpuinfo, field_name).split()))
+    return tuple(sorted(found_flags))
 
 
 def cpuinfo_field(cpuinfo: Path, name: str) -> str:

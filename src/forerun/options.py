@@ -369,12 +369,8 @@ def changed(group: Any) -> Iterator[str]:
 
 def group_from(group: Any, values: dict[str, Any]) -> Any:
     """A group and its nested groups, from `values`, which are removed from there."""
-    kinds = get_type_hints(group)
-    return group(
-        **{
-            option.name: group_from(kinds[option.name], values)
-            if is_dataclass(kinds[option.name])
-            else values.pop(option.name)
-            for option in fields(group)
-        }
-    )
+    kinds, arguments = get_type_hints(group), {}
+    for option in fields(group):
+        kind = kinds[option.name]
+        arguments[option.name] = group_from(kind, values) if is_dataclass(kind) else values.pop(option.name)
+    return group(**arguments)

@@ -19,7 +19,7 @@ RankPath = tuple[int, ...]
 EXAMPLE = "[[0], [1], [0, 0]]"
 MOST_RANK = 255  # tokens of higher ranks are accepted too rarely to be worth their time
 MOST_WIDTH = MOST_RANK + 1
-MOST_DEPTH = 256  # of a draft: longer ones are never accepted to the end, and each depth is a pass of a draft model
+MOST_DEPTH = 256  # of a draft: longer than any useful one, as each depth is a pass of a draft model
 MOST_NODES = 512  # of a draft: verifying a tree takes time and memory quadratic in its nodes
 
 
@@ -84,7 +84,9 @@ class StaticTree:
     def cut(self, depth: int) -> StaticTree | None:
         """The tree of its paths of at most `depth` draft tokens; None if there are none."""
         kept = [path for path in self.paths if len(path) <= depth]
-        return self if len(kept) == len(self.paths) else StaticTree(kept) if kept else None
+        if len(kept) == len(self.paths):
+            return self
+        return StaticTree(kept) if kept else None
 
 
 def checked(path: object) -> RankPath:

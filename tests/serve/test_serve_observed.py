@@ -104,7 +104,7 @@ def test_what_was_known_of_a_prompt_is_in_its_usage_and_takes_no_cache(server: R
     counts = told(server)
     assert counts[hits] - before >= known * 6, "of all samples"
     assert counts["forerun:kv_cache_usage_perc"] == 0, "what is kept makes room when it is needed"
-    assert len(server.llm.engine.runner.cache.kept) * size >= known
+    assert len(server.llm.engine.runner.cache.prefix_store) * size >= known
 
 
 def test_chats_and_responses_tell_what_was_known_too(server: Running) -> None:

@@ -180,6 +180,7 @@ class MemoryShares:
         rest, size, one = self.caches_left(length), self.block_size, self.blocks_of(length)
         drafted = self.blocks_of(length + self.tail_tokens)
         counts = range(1, self.max_num_seqs * drafted + 1)
+        # The most blocks for which all caches fit; at least those of one sequence in the target's cache.
         blocks = of_drafters = bisect_right(counts, rest, key=lambda n: self.caches_bytes(n, n, length))
         if blocks < one:
             blocks = one

@@ -150,7 +150,7 @@ class Engine:
         if not self.sequences:
             return []
         recovery.unfinished = True
-        alone = None if recovery.search is None else recovery.alone()
+        alone = None if recovery.search is None else recovery.next_suspect()
         deltas: list[Delta] = []
         error = attempt(lambda: deltas.extend(self.round(self.plan(alone, drafts=recovery.search is None))))
         if error is not None:

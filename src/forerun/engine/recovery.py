@@ -60,7 +60,7 @@ class FaultSearch:
         self.cleared |= len(self.suspects) < len(left)
         return not self.suspects
 
-    def next(self, sequences: Mapping[int, Sequence]) -> Sequence | None:
+    def next_suspect(self, sequences: Mapping[int, Sequence]) -> Sequence | None:
         """The suspect to run alone in the next round; None if all sequences run together."""
         return sequences[next(iter(self.suspects))] if self.alone else None
 
@@ -104,7 +104,7 @@ class Recovery:
         self.engine.active.decided = None
         self.unfinished = False
 
-    def alone(self) -> Sequence | None:
+    def next_suspect(self) -> Sequence | None:
         """The suspect to run alone in the next round; None without one. Ends the search if no suspect is left.
 
         If the rounds without drafting did not raise, the error is counted as the drafter's.
@@ -114,7 +114,7 @@ class Recovery:
             self.search = None
             if search.cleared and not search.alone and not isinstance(search.error, (RequestFailed, RankLost)):
                 self.count_drafter_error(search.error)
-        return None if self.search is None else self.search.next(self.sequences)
+        return None if self.search is None else self.search.next_suspect(self.sequences)
 
     def recover(self) -> BaseException | None:
         """Rebuild the state. If that raises, try again, since the first try frees memory; returns the last error."""
@@ -179,7 +179,7 @@ class Recovery:
         elif not search.alone:
             search.alone = True
         else:
-            culprit = search.next(self.sequences)
+            culprit = search.next_suspect(self.sequences)
             assert culprit is not None, "a search with `alone` has a suspect"
             return self.fail_request(culprit, failure_of(culprit, error))
         search.suspect(running)

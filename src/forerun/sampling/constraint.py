@@ -118,7 +118,7 @@ class Constraint:
         return None
 
     def _attempt(self, work: Callable[[], Value]) -> Value:
-        """Call `work`, which uses the matcher. If it raises InvalidGrammar, fail the request with a new matcher."""
+        """Call `work`, which uses the matcher. If that raises InvalidGrammar, reset it and raise RequestFailed."""
         try:
             return work()
         except InvalidGrammar as error:

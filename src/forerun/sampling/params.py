@@ -117,7 +117,7 @@ class SamplingParams:
         self._check_ids()
         self._check_limits()
         self._check_texts("stop", MOST_STOPS, "an empty string would stop every answer at once")
-        self._check_texts("bad_words", MOST_WORDS, "an empty string is no word")
+        self._check_texts("bad_words", MOST_WORDS, "an empty string is not a word")
         self._check_switches()
 
     @property
@@ -126,7 +126,7 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def resolve_seed(self) -> int:
-        """64 bits: the given seed, or else fresh random ones (report them, so that the answer can be repeated)."""
+        """The given seed, or a random one of 64 bits, which results report so that the answer can be repeated."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64
 
     def check_vocabulary(self, vocab_size: int, eos_ids: Sequence[int] = ()) -> None:
@@ -147,7 +147,7 @@ class SamplingParams:
             raise _invalid("min_tokens", self.min_tokens, "every token is banned or ends the text: set it to 0")
 
     def _check_law(self) -> None:
-        penalty = f"use 1 to switch it off, or a number from {FLOAT32_LEAST:.3g} to {FLOAT32:.3g}, as float32 holds"
+        penalty = f"use 1 to switch it off, or a number from {FLOAT32_LEAST:.3g} to {FLOAT32:.3g} (float32)"
         self._real("temperature", f"use 0 for greedy, or a number above 0, at most {FLOAT32:.3g}", 0.0)
         self._real("top_p", "use 1 to switch it off, or a share in (0, 1]", ABOVE_0, 1.0)
         self._real("min_p", "use 0 to switch it off, or a share in [0, 1]", 0.0, 1.0)
@@ -228,10 +228,10 @@ def _bias(token: Any, value: Any) -> tuple[int, float]:
         raise _invalid("logit_bias", token, "use token ids as keys: integers, 0 or above")
     if isinstance(value, Real) and value == -math.inf:
         return int(token), -math.inf
-    fix = f"use numbers from -{FLOAT32:.3g} to {FLOAT32:.3g}, as float32 holds, or -inf to ban (token {shown(token)})"
+    fix = f"use numbers from -{FLOAT32:.3g} to {FLOAT32:.3g} (float32), or -inf to ban token {shown(token)}"
     return int(token), real("logit_bias", value, fix)
 
 
 def _invalid(name: str, value: object, fix: str) -> InvalidRequest:
-    assert name in {field.name for field in fields(SamplingParams)}, f"{name} is no sampling parameter"
+    assert name in {field.name for field in fields(SamplingParams)}, f"{name} is not a sampling parameter"
     return refusal(name, value, fix)
