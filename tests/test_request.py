@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun import InvalidRequest, Request, SamplingParams
-from forerun.request import requests_of
+from forerun.request import ChatOptions, requests_of
 from kit.unchecked import unchecked
 
 IDS = (1, 5, 6)
@@ -77,6 +77,8 @@ def test_text_is_text_however_it_is_named() -> None:
         ({"prompt_token_ids": "abc"}, "prompt: 'abc' is not a prompt"),
         ({"text": "a"}, "prompt: the key 'text' is not supported"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "prompt: the key 'multi_modal_data' is not supported"),
+        (torch.empty(3, device="meta", dtype=torch.long), "prompt: .*has no list of values"),
+        (torch.eye(2).to_sparse(), "prompt: .*has no list of values"),
         (["x" * 10_000, 1.5], r"prompt: 'x+\.\.\.x+' is not a token id"),
     ],
 )
@@ -84,6 +86,12 @@ def test_what_is_no_prompt_is_named(prompt: Any, message: str) -> None:
     with unchecked(), pytest.raises(InvalidRequest, match=message) as refused:
         Request.of(prompt)
     assert refused.value.field == "prompt"
+
+
+@pytest.mark.parametrize("options", [{"tokenize": True}, {"messages": []}, {"chat_template": "x"}, {5: 1}, ["a"], "a"])
+def test_options_of_a_template_that_have_arguments_of_their_own_are_refused(options: Any) -> None:
+    with unchecked(), pytest.raises(InvalidRequest, match=r"chat_template_kwargs: .* cannot be served; use"):
+        ChatOptions(chat_template_kwargs=options)
 
 
 def test_one_set_of_parameters_or_one_for_each() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 from forerun.config import Speculation
 from forerun.errors import InvalidRequest
-from forerun.limits import shown
+from forerun.limits import refusal, shown
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
@@ -24,6 +24,10 @@ Message = Mapping[str, Any]
 Conversation = Seq[Message]
 MESSAGE = '{"role": "user", "content": "Hello"}'
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+RESERVED_OPTIONS = {  # of chat templates: they are arguments of their own
+    *("self", "messages", "conversation", "tokens", "tools", "tokenize"),
+    *("chat_template", "add_generation_prompt", "continue_final_message"),
+}
 FORMS = 'use text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}'
 
 
@@ -142,8 +146,11 @@ def is_number(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Arrays as lists, anything else unchanged."""
-    return value.tolist() if isinstance(value, Array) else value
+    """Arrays as lists, anything else unchanged. Raises InvalidRequest for a tensor without values, as on "meta"."""
+    try:
+        return value.tolist() if isinstance(value, Array) else value
+    except RuntimeError as error:
+        raise InvalidRequest("prompt", f"{shown(value)} has no list of values ({error}); {FORMS}.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,14 @@ class ChatOptions:
     continue_final_message: bool = False
     tools: Seq[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        options = self.chat_template_kwargs
+        if not isinstance(options, Mapping):
+            raise refusal("chat_template_kwargs", options, "use a mapping from the template's options to their values")
+        for name in options:
+            if not isinstance(name, str) or name in RESERVED_OPTIONS:
+                raise refusal("chat_template_kwargs", name, "use names of options that are not set otherwise")
 
     def source(self, tokenizer: Tokenizer) -> str:
         """The text of the template. Raises ChatTemplateError if there is none."""

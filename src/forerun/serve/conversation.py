@@ -14,7 +14,7 @@ from typing import Any
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.llm import LLM
-from forerun.request import ChatOptions, Request, with_text
+from forerun.request import RESERVED_OPTIONS, ChatOptions, Request, with_text
 from forerun.serve.body import NameCheck, served_members
 from forerun.serve.harmony import harmony_messages
 from forerun.serve.parts import reasons
@@ -110,8 +110,7 @@ def template_of(body: Mapping[str, Any], settings: ServeSettings) -> ChatOptions
     if not settings.trust_request_templates and (template is not None or "chat_template" in options):
         problem = "templates in requests are not run: leave it out, or start with --trust-request-templates."
         raise refused("chat_template", problem, UNSERVED)
-    reserved = {"self", "messages", "conversation", "tokens", "tools", "tokenize", *TEMPLATE} - {"documents"}
-    if taken := reserved & options.keys():
+    if taken := (RESERVED_OPTIONS | TEMPLATE.keys() - {"documents"}) & options.keys():
         problem = f"{shown(min(taken))} is set by the server and cannot be an option: leave it out."
         raise refused("chat_template_kwargs", problem)
     tools, continues = body.get("tools"), body.get("continue_final_message", False)
