@@ -6,14 +6,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
 from recipes.stdlib.corpus import SourceFile
 from recipes.stdlib.measure import Figures
 from recipes.stdlib.training import Record
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 SMOOTH = 25
 
@@ -31,6 +26,11 @@ def path_of(file: SourceFile) -> str:
 
 def draw_losses(records: Mapping[str, Record], path: Path) -> None:
     """Draw a panel per stage: the target's cross-entropy, and one minus the students' acceptance."""
+    import matplotlib  # here, as the import takes a second and the other stages draw nothing
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     students = {name: record for name, record in records.items() if name != "target"}
     stages = [
         ({"target": records["target"]}, "the target's cross-entropy, nats per token"),

@@ -35,14 +35,9 @@ def run(level: str, folder: Path) -> list[str]:
         pytest.skip(f"neither this processor nor QEMU runs {level} code")
     command, start = compiler_for(level), [] if here else emulator(MACHINES[level])
     program = folder / f"alone-{level}"
-    flags = [
-        *FLAGS,
-        *FLAGS_OF.get(level, (f"-march={level}",)),
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{SOURCES[0].parent}",
-    ]
+    # The program around the library is compiled with -O1: that takes half the time, and its bits are the same.
+    flags = [flag.replace("-O3", "-O1") for flag in FLAGS] + [*FLAGS_OF.get(level, (f"-march={level}",))]
+    flags += ["-Wall", "-Wextra", "-Werror", f"-I{SOURCES[0].parent}"]
     library = library_for(level)
     found_at = f"-Wl,-rpath,{library.parent}"
     subprocess.run([command, *flags, str(SOURCE), str(library), found_at, "-o", str(program)], check=True)
