@@ -202,7 +202,7 @@ REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[Mode
     ("eagle-3", {}, {"fc.weight": None}, MissingWeights, "fc.weight"),
     ("eagle-3", {}, {"fc.bias": torch.zeros(64)}, UnsupportedModel, "fc.bias does not belong to"),
     ("eagle-3", {}, {"d2t": None}, UnsupportedModel, "no tensor d2t"),
-    ("eagle-3", {}, {"d2t": torch.zeros(400)}, UnsupportedModel, "whole numbers"),
+    ("eagle-3", {}, {"d2t": torch.zeros(400)}, UnsupportedModel, "integers of shape"),
     ("eagle-3", {}, {"d2t": -torch.arange(400)}, UnsupportedModel, "different ones of the target's"),
     ("eagle-1", {"bias": False}, {}, UnsupportedModel, "fc.bias does not belong to"),
     ("eagle-1", {}, {"fc.bias": None}, MissingWeights, "fc.bias"),

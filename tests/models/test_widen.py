@@ -566,14 +566,14 @@ def test_the_command_writes_and_reports(tmp_path: Path) -> None:
     assert read_config(tmp_path / "b").intermediate == 512
     sparse = command("widen", "-m", str(SMALL), "--out", str(tmp_path / "c"), "--experts", "4", "--active", "3")
     assert sparse.exit_code == 0, sparse.stderr
-    assert "4 experts of 192, 3 for a token" in sparse.stdout
+    assert "4 experts of 192, 3 per token" in sparse.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "there is nothing to grow to: give --parameters 0.5B"),
-        (("--parameters", "5M", "--layers", "9"), "give it or the sizes, not both"),
+        ((), "no new size is given: give --parameters 0.5B"),
+        (("--parameters", "5M", "--layers", "9"), "give either it or the sizes"),
         (("--parameters", "five"), "'five' is not a number of parameters"),
         (("--parameters", "5K"), "must be at least the model's own"),
         (("--layers", "1"), "layers: 1 must be a whole number of at least"),
