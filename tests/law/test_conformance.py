@@ -239,5 +239,5 @@ def test_text_without_the_states_that_a_drafter_reads_is_refused(name: str) -> N
     drafter = built(name, target, num_tokens=64)
     target.read([Read(0, text[:-1])])
     target.keep([0], [range(2)])
-    with pytest.raises(WrongTarget, match="told text without them"):
+    with pytest.raises(WrongTarget, match="received tokens without them"):
         drafter.observe(committed([Row(0, text)]))
