@@ -37,7 +37,7 @@ def test_what_is_asked_is_answered(
         names: dict[str, Any] = {"__name__": "docs"}
         exec(compile(body, "serving.md", "exec"), names)
         names["client"].close()
-        assert re.search(r"num_accepted|\d+ of \d+ guesses accepted", capsys.readouterr().out)
+        assert re.search(r"num_accepted|\d+ of \d+ draft tokens accepted", capsys.readouterr().out)
     elif shutil.which("curl") is None:
         pytest.skip("there is no curl")
     else:
