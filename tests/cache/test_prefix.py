@@ -13,7 +13,7 @@ from test_paged import check_slots, make_cache, marks
 
 from forerun.cache.paged import PagedCache
 from forerun.cache.prefix import PrefixStore
-from forerun.cache.shared_prefix import MIN_SHARED_TOKENS, CachedText, longest_prefix, num_shared, start_row
+from forerun.cache.shared_prefix import MIN_SHARED, CachedText, longest_prefix, num_shared, start_row
 
 SIZE = 8  # of blocks
 
@@ -157,4 +157,4 @@ def test_the_longest_beginning_is_taken_and_short_ones_are_not() -> None:
     assert longest_prefix(cache, text, "a", []).num_tokens == 32
     assert longest_prefix(cache, text, "b", live).num_tokens == 0
     assert longest_prefix(cache, text, None, [CachedText(1, None, text)]).num_tokens == 0
-    assert longest_prefix(cache, [*text[: MIN_SHARED_TOKENS - 1], 77, 78, 79], "a", live).num_tokens == 0
+    assert longest_prefix(cache, [*text[: MIN_SHARED - 1], 77, 78, 79], "a", live).num_tokens == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draft.rounds import Beside, Row, committed, draws_of
-from forerun.cache.shared_prefix import MIN_SHARED_TOKENS
+from forerun.cache.shared_prefix import MIN_SHARED
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.model import follower, unread_states
 from forerun.draft.model.follower import Follower
@@ -121,7 +121,7 @@ class Histories:
         begun = self.rng.choice([*self.past, *self.texts.values()])
         self.texts[seq_id] = begun[: self.rng.randint(1, len(begun))][:220] + story(200, seq_id)[1:]
         most = self.ours.adoptable(self.texts[seq_id], self.rng.randint(1, 240), "us")
-        if most >= MIN_SHARED_TOKENS:
+        if most >= MIN_SHARED:
             self.tell([seq_id], [most], adopted=True)
             self.num_adopted += 1
         self.tell([seq_id], [self.told.get(seq_id, 0) + self.rng.randint(1, 90)])

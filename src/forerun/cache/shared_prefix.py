@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from forerun.cache.paged import PagedCache
 
-MIN_SHARED_TOKENS = 16  # shorter prefixes are read again: that takes hardly longer than reading one token
+MIN_SHARED = 16  # tokens; shorter prefixes are read again, which takes hardly longer than reading one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ def longest_prefix(
 ) -> CachedPrefix:
     """The longest prefix of `tokens` that the cache holds with this salt. Texts with the salt None are not shared.
 
-    Prefixes of fewer than MIN_SHARED_TOKENS tokens are not used.
+    Prefixes of fewer than MIN_SHARED tokens are not used.
     """
-    if salt is None or len(tokens) < MIN_SHARED_TOKENS:
+    if salt is None or len(tokens) < MIN_SHARED:
         return CachedPrefix()
     best = CachedPrefix(len(cache.prefix_store.find(tokens, salt)) * cache.blocks.block_size)
     for other in others:
@@ -46,7 +46,7 @@ def longest_prefix(
             length = min(cache.length(other.seq_id), len(tokens))
             if length > best.num_tokens and (same := num_shared(tokens, other.tokens, length)) > best.num_tokens:
                 best = CachedPrefix(same, other.seq_id)
-    return best if best.num_tokens >= MIN_SHARED_TOKENS else CachedPrefix()
+    return best if best.num_tokens >= MIN_SHARED else CachedPrefix()
 
 
 def start_row(cache: PagedCache, text: CachedText, beginning: CachedPrefix) -> int:

@@ -27,15 +27,7 @@ from forerun.engine.prefixes import Prefixes
 from forerun.engine.recovery import Recovery
 from forerun.engine.scheduler import ChunkSize, RowPlan, Scheduler
 from forerun.engine.sequence import ActiveSequences, OnDelta, Sequence, Status
-from forerun.engine.target_pass import (
-    PendingTokens,
-    RoundRow,
-    TargetPass,
-    can_resume,
-    num_resumed,
-    partial_pass,
-    unseen_tokens,
-)  # fmt: skip
+from forerun.engine.target_pass import PendingTokens, RoundRow, TargetPass, partial_pass, reused_nodes, unseen_tokens
 from forerun.guard import attempt
 from forerun.kernels.sampling import SamplingKernels
 from forerun.models.chains import VerifiedChains
@@ -202,7 +194,7 @@ class Engine:
             if plan.constrained:
                 forced = forced_chains(plan.rows, plan.drawing, self.runner.cache)
             if self.drafter is not None:
-                draft, tree = self.ask_drafter(self.drafter, plan, draft, forced)
+                draft, tree = self.propose(self.drafter, plan, draft, forced)
             if plan.constrained:
                 tree = constrained_tree(tree, plan.draws, forced)
             if draft.tree is not bare:
@@ -210,9 +202,7 @@ class Engine:
         tree = tree.to(tree.tokens.device)  # sets `known`, the host's copy
         return draft if tree is draft.tree else replace(draft, tree=tree)
 
-    def ask_drafter(
-        self, drafter: Drafter, plan: RoundPlan, bare: Draft, forced: Seq[Seq[int]]
-    ) -> tuple[Draft, DraftTree]:
+    def propose(self, drafter: Drafter, plan: RoundPlan, bare: Draft, forced: Seq[Seq[int]]) -> tuple[Draft, DraftTree]:
         """The drafter's draft within the controller's budgets, and its tree, sanitized and pruned.
 
         Returns `bare` (roots only) if nothing is drafted. A sequence with `forced` tokens is not drafted.
@@ -257,12 +247,9 @@ class Engine:
         An early exit has run draft tokens through the target's lower layers. Their states are reused if the tree is
         still the one that was drafted; else they are dropped from the KV cache.
         """
-        num_reused = [0] * len(plan.drawing)
-        if draft.resume is not None:
-            if can_resume(draft, tree, () if self.drafter is None else self.drafter.taps):
-                num_reused = num_resumed(draft)
-            else:
-                draft = replace(draft, resume=None)
+        num_reused = reused_nodes(draft, tree, () if self.drafter is None else self.drafter.taps)
+        if draft.resume is not None and not any(num_reused):
+            draft = replace(draft, resume=None)
         if draft.drafter is not None and (num_added := tree.tokens.shape[1] - draft.drafter.shape[1]):
             draft = replace(draft, drafter=pad(draft.drafter, (0, num_added), value=-1))  # forced tokens: no drafter
         rows = zip(plan.draws.seq_ids, num_reused, strict=True)

@@ -12,14 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from forerun.cache.paged import PagedCache
-from forerun.cache.shared_prefix import (
-    MIN_SHARED_TOKENS,
-    CachedPrefix,
-    CachedText,
-    longest_prefix,
-    num_shared,
-    start_row,
-)  # fmt: skip
+from forerun.cache.shared_prefix import MIN_SHARED, CachedPrefix, CachedText, longest_prefix, num_shared, start_row
 from forerun.draft.base import Committed, Drafter, adoptable
 from forerun.engine.sequence import Sequence
 
@@ -44,7 +37,7 @@ class Prefixes:
         """Start new sequences from cached prefixes; returns the ids of those that wait for another one's prefill."""
         waiting: set[int] = set()
         for i, sequence in enumerate(running):
-            if sequence.num_read or len(sequence.tokens) <= MIN_SHARED_TOKENS or sequence.scores_prompt:
+            if sequence.num_read or len(sequence.tokens) <= MIN_SHARED or sequence.scores_prompt:
                 continue
             if (salt := self.salt(sequence)) is None:
                 continue
@@ -77,7 +70,7 @@ class Prefixes:
         if not cached.num_tokens or not self.cache.can_reserve([s.id for s in running], counts):
             return 0
         most = cached.num_tokens if drafter is None else adoptable(drafter, text, cached.num_tokens, salt)
-        if most < MIN_SHARED_TOKENS:
+        if most < MIN_SHARED:
             return 0
         prefix = CachedPrefix(min(most, cached.num_tokens), cached.source)
         sequence.num_read = start_row(self.cache, CachedText(sequence.id, salt, text), prefix)

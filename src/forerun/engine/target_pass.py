@@ -100,12 +100,16 @@ def unseen_tokens(rows: Seq[RoundRow], tokens: Int[Tensor, "batch nodes"]) -> De
     return DeviceTokens(tokens, source)
 
 
-def can_resume(draft: Draft, tree: DraftTree, taps: Seq[int]) -> bool:
-    """Whether the pass can continue above an early exit: `tree` is the one that was drafted, and no tap lies below."""
+def reused_nodes(draft: Draft, tree: DraftTree, taps: Seq[int]) -> list[int]:
+    """How many nodes of each sequence's tree continue above an early exit.
+
+    None do unless `tree` is the one that was drafted and no tap lies below the exit.
+    """
     resume, drafted = draft.resume, draft.tree
-    if resume is None or any(0 <= tap < resume.layer for tap in taps):
-        return False
-    return torch.equal(drafted.tokens, tree.tokens) and torch.equal(drafted.parents, tree.parents)
+    can_resume = resume is not None and not any(0 <= tap < resume.layer for tap in taps)
+    if can_resume and torch.equal(drafted.tokens, tree.tokens) and torch.equal(drafted.parents, tree.parents):
+        return num_resumed(draft)
+    return [0] * len(tree.tokens)
 
 
 def num_resumed(draft: Draft) -> list[int]:
