@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import typer
 
 from forerun import cli
+from forerun.commands.answer_file import AnswerFile
 from forerun.commands.running import Destination
 from forerun.errors import InvalidRequest
 from kit.checkpoints import SMALL, TARGET
@@ -157,3 +159,23 @@ def test_no_command_works_before_its_files_can_be_written(
     monkeypatch.setattr(f"forerun.commands.{name}.importing", begun)
     said = refusal(name, *lines.get(name, []), option, "/no/such/folder/file.png")
     assert said.startswith(f"error: {option[2:]}: the folder /no/such/folder does not exist")
+
+
+def test_a_path_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for path in (tmp_path / ("x" * 300), tmp_path / "a" / "c"):
+        for create in (partial(Destination, "output"), AnswerFile.open):
+            with pytest.raises(InvalidRequest, match=r"output: .* cannot be used \(.*\): name another file"):
+                create(path)
+
+
+def test_a_folder_that_may_not_be_entered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For root every folder may be entered: the system's answer is put in its place."""
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", denied)
+    with pytest.raises(InvalidRequest, match=r"output: .* cannot be used \(Permission denied\)"):
+        Destination("output", tmp_path / "x.json")

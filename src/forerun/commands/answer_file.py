@@ -49,7 +49,7 @@ class AnswerFile:
 
         Raises InvalidRequest for a file with other content, or one that another process is writing.
         """
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):  # unlike Path's methods these raise no PermissionError
             raise _invalid(f"{path} is not a regular file: omit --output to print the answers.")
         Destination("output", path)
         try:

@@ -69,7 +69,14 @@ class Destination:
     path: Path
 
     def __post_init__(self) -> None:
-        folder = self._file.parent
+        try:
+            self._check(self._file.parent)
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            reason = getattr(error, "strerror", None) or error
+            problem = f"{self.path} cannot be used ({reason}): name another file."
+            raise InvalidRequest(self.option, problem) from error
+
+    def _check(self, folder: Path) -> None:
         if not folder.is_dir():
             raise InvalidRequest(self.option, f"the folder {folder} does not exist: create it, or name another file.")
         if self.path.is_dir():
