@@ -110,7 +110,7 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["generate", "--temprature", "1"], "No such option: --temprature. Did you mean --temperature?"),
         (["generate", "x"], "Missing option '--model' / '-m'; forerun generate -h lists all options"),
         (["generate", "-m", "x", "--depth", "-1"], "Invalid value for '--depth'"),
-        (["serve", "-m", "x", "--chunk-tokens", "0"], "'0' is neither auto nor a whole number from 1 on"),
+        (["serve", "-m", "x", "--chunk-tokens", "0"], "'0' is neither auto nor a whole number of at least 1"),
         (["generate", "-m", "x", "--verification", "x"], "'x' is not one of 'coupled', 'token', 'block'"),
     ],
 )

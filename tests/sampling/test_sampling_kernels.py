@@ -117,7 +117,7 @@ def trees(draw: st.DrawFn, *, wild: bool = False) -> DraftTree:
 
 @pytest.mark.short("*-True")
 @pytest.mark.parametrize("sure", [True, False])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from([1, 16, 17, 50, 1024, 4096, 17_001]), st.integers(0, 2**40))
 def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: str, vocab: int, seed: int) -> None:
     """Guesses, and several of them, for random rows behind random paths, and logits of every kind."""
@@ -152,7 +152,7 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
 
 @pytest.mark.short("*-False")
 @pytest.mark.parametrize("sure", [True, False])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(0, 2**40))
 def test_verdicts_are_those_of_torch(kernels: SamplingKernels, sure: bool, tree: DraftTree, seed: int) -> None:
     """Of random trees over so few ids that guesses are often right, each node with the counts of its own path."""
@@ -245,7 +245,7 @@ def test_they_nearly_always_decide(kernels: SamplingKernels, params: dict[str, A
     assert max(undecided, left) <= num_blocks * 50 // 100
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**40), st.integers(0, 40), st.integers(0, 3), st.sampled_from([16, 100, 1024]))
 def test_scores_too_close_to_call_are_left_to_torch(
     kernels: SamplingKernels, seed: int, steps: int, rank: int, vocab: int
@@ -336,7 +336,7 @@ def test_a_processor_is_asked_by_torch_and_its_batch_mates_are_not(
     assert torch.equal(verdict, verify(tree, logits, Draws(rows, 50), "coupled").packed)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     trees(wild=True),
     st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=3, max_size=3),
