@@ -201,7 +201,7 @@ def test_different_tokens_are_shouted() -> None:
 
 def test_nothing_to_compare_is_no_loss() -> None:
     assert "too short to compare" in Score().verdict
-    assert "does not pay" not in shown(demo_card("", [PromptScore("a.py", 0.0, 2, Score())], Score(), []))
+    assert "is not faster" not in shown(demo_card("", [PromptScore("a.py", 0.0, 2, Score())], Score(), []))
 
 
 @pytest.mark.parametrize("left_s", [-5.0, 0.0, 20.0, 60.0, 140.0, 10_000.0])

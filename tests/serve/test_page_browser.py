@@ -265,7 +265,7 @@ def test_text_is_never_markup(page: Any) -> None:
     ("field", "value", "said"),
     [
         ("f-temperature", "-1", "temperature"),
-        ("f-stop_token_ids", "1,x", "use token ids with commas"),
+        ("f-stop_token_ids", "1,x", "use token ids separated by commas"),
         ("f-logit_bias", "[1]", "this is not a JSON object"),
         ("f-depth", "deep", "use auto or a whole number"),
         ("f-other", '{"temprature": 1}', "did you mean 'temperature'"),
