@@ -126,8 +126,9 @@ def test_a_plain_server_that_filters_silently_is_noticed(prompts: Path) -> None:
     with pair(StandIn("vllm", MODEL, depth=3, filtered=True), filtered=True) as servers:
         result = prove(prompts, *servers, num_texts=600)
     assert result.exit_code == 0, result.output
-    assert "the plain server does not sample from the log-probabilities that it reports" in " ".join(result.stdout.split())
-    assert "against the plain server's counts" in " ".join(result.stdout.split())
+    shown = " ".join(result.stdout.split())
+    assert "the plain server does not sample from the log-probabilities that it reports" in shown
+    assert "against the plain server's counts" in shown
 
 
 @pytest.mark.full
