@@ -85,8 +85,12 @@ def test_every_way_of_growing_keeps_the_function(case: Case, way: str, tmp_path:
 
 @pytest.mark.short("llama: theta", "gpt_oss: yarn of its own, no biases")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
-def test_every_family_keeps_its_function(case: Case, tmp_path: Path) -> None:
-    keeps_the_function(case, WAYS["all"], tmp_path)
+def test_every_family_keeps_its_function_or_is_refused(case: Case, tmp_path: Path) -> None:
+    if read_config(source_of(tmp_path / "unread", case)).is_plain:
+        keeps_the_function(case, WAYS["all"], tmp_path)
+        return
+    with pytest.raises(UnsupportedModel, match="only Llama's layers can be widened"):
+        keeps_the_function(case, WAYS["all"], tmp_path)
 
 
 @pytest.mark.short("llama: all biases-all", "qwen3: listed windows, biases-all, oddly")
