@@ -203,10 +203,7 @@ class Engine:
         return draft if tree is draft.tree else replace(draft, tree=tree)
 
     def propose(self, drafter: Drafter, plan: RoundPlan, bare: Draft, forced: Seq[Seq[int]]) -> tuple[Draft, DraftTree]:
-        """The drafter's draft within the controller's budgets, and its tree, sanitized and pruned.
-
-        Returns `bare` (roots only) if nothing is drafted. A sequence with `forced` tokens is not drafted.
-        """
+        """The draft within the controller's budgets, and its sanitized, pruned tree; `bare` if nothing is drafted."""
         seq_ids, controller = plan.draws.seq_ids, self.controller
         load = Load(
             seq_ids=seq_ids,

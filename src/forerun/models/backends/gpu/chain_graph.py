@@ -3,8 +3,7 @@
 The graph alternates sampling and passes, without launches by the host. Layers that read states (EAGLE, MTP) first read
 their unread text with the target's states, and then each draft token with their own output at its parent. Layers on top
 of other layers read the output states of these, in the same graph. Heads that predict several positions need no pass
-between two tokens, and at most one pass, over mask tokens, before the first. All values that depend on a request are in
-tensors.
+between two tokens, and at most one pass, over mask tokens, before the first. Tensors hold what depends on a request.
 
 The deepest chains come first, and in each step the rows of finished chains are padding. So a graph also serves shorter
 chains and fewer rows than it was captured for. Its result is the round's tree on the device.
