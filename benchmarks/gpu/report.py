@@ -26,7 +26,7 @@ KEYS = {
     "family": ("engine", "format", "draft", "depth", "temperature", "batch"),
     "unseen": ("format", "mode", "batch", "depth"),
 }  # fmt: skip
-BEFORE = "## Machines that are not here"  # the section of RESULTS.md that a new one is put in front of
+BEFORE = "## Simulated machines"  # the section of RESULTS.md before which a new one is inserted
 
 
 def tables_of(folder: Path) -> dict[str, list[Row]]:

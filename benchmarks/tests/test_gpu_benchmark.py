@@ -113,10 +113,10 @@ def test_a_dry_run_measures_kernels_and_passes_and_its_section_goes_into_the_res
         row["us"] > 0 and row["bytes"] > 0 for name in ("products", "attention", "row_work") for row in tables[name]
     )
     results, text = tmp_path / "RESULTS.md", section(tables)
-    results.write_text("# Results\n\n## Machines that are not here\n\nNone.\n")
+    results.write_text("# Results\n\n## Simulated machines\n\nNone.\n")
     for _ in range(2):
         insert(results, text)
-        assert results.read_text() == f"# Results\n\n{text}\n## Machines that are not here\n\nNone.\n"
+        assert results.read_text() == f"# Results\n\n{text}\n## Simulated machines\n\nNone.\n"
     monkeypatch.setattr(sys, "argv", ["scripts/gpu", "--into-results", str(tmp_path)])
     assert main() == 0
     assert capsys.readouterr().out == text + "\n"
