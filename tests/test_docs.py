@@ -21,7 +21,8 @@ from test_readme import BLOCK, DOCUMENTS, ROOT
 NEEDS = ("<!-- needs a download -->", "<!-- needs a server -->")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 EVERYWHERE = [*DOCUMENTS, *(page for page in PAGES if page not in DOCUMENTS)]
-TEXTS = {page: page.read_text(encoding="utf-8") for page in EVERYWHERE}
+LINKED = [*EVERYWHERE, *sorted((ROOT / "benchmarks").glob("*.md"))]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in LINKED}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`(forerun [^`\n]+)`")
 LONE_OPTION = re.compile(r"`(--[\w-]+)")
@@ -47,7 +48,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 COMMANDS = [(page, line) for page in EVERYWHERE for line in commands(page)]
-MENTIONS = [(page, mention) for page, text in TEXTS.items() for mention in INLINE.findall(text)]
+MENTIONS = [(page, mention) for page in EVERYWHERE for mention in INLINE.findall(TEXTS[page])]
 KNOWN: dict[str, typer.core.TyperCommand] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -109,7 +110,7 @@ def test_options_that_are_mentioned_alone_exist(page: Path) -> None:
     assert set(LONE_OPTION.findall(TEXTS[page])) <= options_of(*KNOWN.values())
 
 
-@pytest.mark.parametrize("page", EVERYWHERE, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(TEXTS[page]):
         if link.startswith(("https://", "http://")):
