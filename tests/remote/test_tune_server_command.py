@@ -127,9 +127,13 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "Neighbours", busy)
     monkeypatch.setattr(machine, "DISTURBING", 0.2)
     with StandIn("vllm", MODEL, depth=DEPTH).running() as server, StandIn("vllm", MODEL).running() as plain:
-        result = tune("--server", server.url, "--against", plain.url, "--clients", "1")
-    assert "disturbed" in result.stdout
-    assert "so this measurement is unreliable" in " ".join(result.stdout.split())
+        line = ["--server", server.url, "--against", plain.url, "--clients", "1"]
+        shown, found = tune(*line).stdout, json.loads(tune(*line, "--json").stdout)
+    assert "disturbed" in shown
+    assert "Undecided: this was disturbed: other programs" in shown
+    assert "times as fast" not in shown
+    assert "so this measurement is unreliable" in found["undecided"]
+    assert [each["advice"] for each in found["cells"]] == [None]
 
 
 def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:

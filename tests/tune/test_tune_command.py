@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from forerun.bench.figures import Spread
 from forerun.bench.run import BenchSetup
 from forerun.engine import calibration
 from forerun.settings_file import read_settings
+from forerun.tune import study
 from forerun.tune import trial as tune_settings
 from forerun.tune.page import html_page
 from forerun.tune.report import TuneReport
@@ -43,6 +46,7 @@ def quick_costs() -> object:
     """What the engine measures at its start takes as long as it takes: these tests are not about time."""
     patch = pytest.MonkeyPatch()
     patch.setattr(calibration, "LIMIT_S", 1e6)
+    patch.setattr(study, "CONTRADICTION", math.inf)
     yield
     patch.undo()
 
@@ -131,6 +135,20 @@ def test_the_same_command_measures_nothing_again(tuned: tuple[Path, Result, list
     other = tune([*arguments, "--seed", "5"])
     assert other.exit_code == 2
     assert "settings.seed" in other.stderr
+
+
+def test_where_nothing_is_decided_settings_of_an_earlier_tuning_are_named_as_such(
+    tuned: tuple[Path, Result, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = shutil.copytree(tuned[0] / "out", tmp_path / "out") / "forerun.toml"
+    before = settings.read_text()
+    monkeypatch.setattr(study, "CONTRADICTION", 0.5)  # now everything contradicts
+    result = tune([*tuned[2], "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "Undecided at batch 1, temperature 0: no setting is recommended." in result.stdout
+    assert f"{settings} is of an earlier tuning" in " ".join(result.stderr.split())
+    assert settings.read_text() == before
+    assert "forerun.toml" not in result.stdout
 
 
 @pytest.mark.full

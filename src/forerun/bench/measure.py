@@ -32,7 +32,7 @@ from forerun.progress import LoadingBar
 from forerun.store import Journal, cache_folder
 from forerun.streams import show_note
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 HEAD_KEYS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # the key of the format version in the first line
 
 

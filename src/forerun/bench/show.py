@@ -45,7 +45,7 @@ def row(cell: CellFigures) -> Iterator[Cell]:
     yield depth_name(cell.depth)
     yield number(cell.tokens_per_s, ".1f")
     disturbed = disturbs(cell.num_busy)
-    yield from speed_up_cells(cell.speed_up, disturbed) if cell.depth else ("plain", DISTURBED * disturbed)
+    yield from speed_up_cells(cell.speed_up, DISTURBED * disturbed) if cell.depth else ("plain", DISTURBED * disturbed)
     yield f"{cell.tokens_per_round:.2f}" if cell.tokens_per_round is not None else "?"
     yield f"{cell.acceptance_rate:.0%}" if cell.acceptance_rate is not None else ""
     yield number(cell.pass_ratio, ".2f") if cell.depth > 0 else ""
@@ -54,12 +54,12 @@ def row(cell: CellFigures) -> Iterator[Cell]:
     yield number(cell.first_token_s, ".0f", 1000.0)
 
 
-def speed_up_cells(speed_up: Spread | None, disturbed: bool = False) -> tuple[Cell, Cell]:
-    """A coloured speed-up and its quartiles, or "disturbed" instead of them."""
+def speed_up_cells(speed_up: Spread | None, doubt: str = "") -> tuple[Cell, Cell]:
+    """A coloured speed-up and its quartiles, or the word of doubt instead of them."""
     if speed_up is None:
         return Text("?"), ""
-    median = Text(f"×{speed_up.median:.2f}", "red" if disturbed else "green" if speed_up.median > 1 else "yellow")
-    return median, Text(DISTURBED, "red") if disturbed else f"{speed_up.low:.2f}–{speed_up.high:.2f}"
+    median = Text(f"×{speed_up.median:.2f}", "red" if doubt else "green" if speed_up.median > 1 else "yellow")
+    return median, Text(doubt, "red") if doubt else f"{speed_up.low:.2f}–{speed_up.high:.2f}"
 
 
 def number(spread: Spread | None, form: str, scale: float = 1.0) -> str:

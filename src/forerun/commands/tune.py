@@ -21,9 +21,10 @@ from forerun.errors import InvalidRequest
 from forerun.options import DRAFTERS, MODEL, OutputOptions, changed, with_options
 from forerun.settings_file import written_settings
 from forerun.store import writable
+from forerun.streams import show_note
 
 if TYPE_CHECKING:
-    from forerun.tune.report import TunedChoice, TuneReport
+    from forerun.tune.report import TuneReport
 
 OUT = Path("tuned")
 SERVER_OPTIONS = ("prompts", "temperature", "max_tokens", "num_prompts", "repeats", "seed", "chat", "time_limit")
@@ -113,9 +114,9 @@ def tune(
     subject = Subject(loading.spec(options.model), names, template, loading.threads)
     with LoadingBar() as bar:
         report = run(subject, prompts, selection, options.out, options.fresh, bar, options.time_limit)
-    written = {JSON: json.dumps(report.as_object(), indent=1) + "\n", PAGE: html_page(report)}
-    if report.pick is not None:
-        written[SETTINGS] = settings_of(report, report.pick)
+    written = {JSON: json.dumps(report.as_object(), indent=1) + "\n", PAGE: html_page(report), **settings_of(report)}
+    if SETTINGS not in written and (options.out / SETTINGS).exists():
+        show_note(f"{options.out / SETTINGS} is of an earlier tuning: this one recommends no setting.")
     for name, content in written.items():
         Destination("out", options.out / name).write(content)
     result.write(report.as_object(), tune_card(report))
@@ -126,15 +127,20 @@ def tune(
         raise typer.Exit(1)
 
 
-def settings_of(report: TuneReport, pick: TunedChoice) -> str:
-    """The text of the settings file: the model, and the fastest choice at the first batch size and temperature."""
+def settings_of(report: TuneReport) -> dict[str, str]:
+    """The settings file by its name: the model, and the fastest choice at the first batch size and temperature.
+
+    {} if nothing is recommended.
+    """
+    if (pick := report.pick) is None:
+        return {}
     values = {"model": report.about["model"]["given_as"], **report.model_options}
     finding = "plain decoding was fastest"
     if pick.draft is not None:
         values |= {"draft": pick.draft, "depth": pick.shown_depth, "verification": "coupled"}
         finding = f"{pick.speed_up:.2f} times as fast as plain decoding"
     at = f"at batch {pick.batch}, temperature {pick.temperature:g}"
-    return written_settings(values, f"Written by forerun tune: {finding} {at}.\n--config FILE reads it.")
+    return {SETTINGS: written_settings(values, f"Written by forerun tune: {finding} {at}.\n--config FILE reads it.")}
 
 
 def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str], result: Result) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forerun.machine import disturbs
+from forerun.machine import disturbance
 from forerun.remote.counters import ServedAcceptance
 from forerun.remote.dialects import Dialect
 from forerun.remote.forecast import ServedCell, advice_of, cell_of, predicted_slower_from, slower_from
@@ -67,13 +67,13 @@ class ServerTuning:
         return phrases
 
     @property
-    def disturbed(self) -> bool:
-        """Whether other programs were so busy that the figures are unreliable."""
-        return disturbs(self.num_busy)
+    def undecided(self) -> str:
+        """Why the figures are no evidence for or against a setting; "" if they are."""
+        return disturbance(self.num_busy)
 
     def as_object(self) -> dict[str, Any]:
         """The tuning as JSON: seconds, shares between 0 and 1, and null for unknown values."""
-        slower = slower_from(self.cells)
+        slower = None if self.undecided else slower_from(self.cells)
         return json_object(
             url=self.url,
             model=self.model,
@@ -81,16 +81,16 @@ class ServerTuning:
             against=self.against,
             plan=asdict(self.plan),
             hurts_from_clients=slower and slower.clients,
-            expected_to_hurt_from_clients=predicted_slower_from(self.cells),
+            expected_to_hurt_from_clients=None if self.undecided else predicted_slower_from(self.cells),
             cells=[self.cell_object(cell) for cell in self.cells],
             unknown=self.unknown,
             num_busy_cores=self.num_busy,
-            disturbed=self.disturbed,
+            undecided=self.undecided or None,
         )
 
     def cell_object(self, cell: ServedCell) -> dict[str, Any]:
         """One load as JSON, with the recommended depth (null: the current setting) and its options."""
-        advice = advice_of(cell)
+        advice = None if self.undecided else advice_of(cell)
         return {
             **asdict(cell),
             "served_depth": cell.served_depth,

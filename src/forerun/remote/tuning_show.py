@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from forerun.bench.show import medians, number, speed_up_cells
-from forerun.machine import disturbance
+from forerun.bench.show import DISTURBED, medians, number, speed_up_cells
 from forerun.remote.depths import DepthRange
 from forerun.remote.forecast import DepthAdvice, ServedCell, advice_of, predicted_slower_from, slower_from
 from forerun.remote.tuning import ServerTuning
@@ -48,7 +47,7 @@ def load_row(tuning: ServerTuning, cell: ServedCell) -> Iterator[Cell]:
     yield str(cell.clients)
     yield number(cell.speculating.tokens_per_s, ".1f")
     yield number(cell.plain.tokens_per_s, ".1f") if cell.plain else "?"
-    yield from speed_up_cells(cell.speed_up, tuning.disturbed)
+    yield from speed_up_cells(cell.speed_up, DISTURBED * bool(tuning.undecided))
     yield f"{seen.tokens_per_round:.2f}" if seen else "?"
     yield f"×{cell.cost.median:.2f}" if cell.cost else "?"
 
@@ -104,10 +103,11 @@ def verdict(tuning: ServerTuning) -> Iterator[Text]:
             yield Text(f"{counted(failed, 'request')} of {counted(cell.clients, 'client')} failed: {some}", "red")
     if tuning.against is None:
         yield from conclusions_alone(tuning)
+    elif tuning.undecided:
+        yield Text(f"Undecided: this was {tuning.undecided}.", "bold red")
+        yield Text("Run the same command again when other programs rest.", "red")
     else:
         yield from conclusions_compared(tuning)
-    if note := disturbance(tuning.num_busy):
-        yield Text(f"This was {note}.", "bold red")
 
 
 def conclusions_alone(tuning: ServerTuning) -> Iterator[Text]:

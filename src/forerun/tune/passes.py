@@ -188,7 +188,8 @@ class RowCosts:
                 newer.setdefault(size, []).append(ratio)
             return {**getattr(self, name), **{size: statistics.fmean(ratios) for size, ratios in newer.items()}}
 
-        return replace(self, passes=updated("passes"), drafts=updated("drafts"))
+        num_busy = max((each.num_busy for each in (self, *costs) if each.num_busy is not None), default=None)
+        return replace(self, passes=updated("passes"), drafts=updated("drafts"), num_busy=num_busy)
 
     @classmethod
     def from_json(cls, entry: Any) -> RowCosts:

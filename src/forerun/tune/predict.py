@@ -93,6 +93,7 @@ class Expected:
 
     `by_depth` has the best speed-up of any drafter at depth 1, 2, ..., from the costs before the runs. The speed-up on
     as many other prompts of the same kind is expected in `interval`, which covers the random choice of prompts only.
+    `num_busy`: the maximum number of cores that other programs used while the costs were measured.
     """
 
     drafter: str
@@ -100,6 +101,7 @@ class Expected:
     speed_up: float
     by_depth: tuple[float, ...]
     interval: tuple[float, float] | None = None
+    num_busy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The report of a tuning: all results, the best choices, and JSON.
 
 The best choice at a batch size and temperature is the candidate with the highest measured speed-up, or plain decoding
-if none is faster. The first batch size and temperature decide the overall choice.
+if none is faster. Candidates whose figures are no evidence are undecided: they are never chosen, and plain decoding is
+not chosen before them. The first batch size and temperature decide the overall choice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from forerun.config import AUTO
 from forerun.report import json_object
 from forerun.tune.study import Studied, TuneCell
 from forerun.tune.translate import Translation, translations
+
+QUIET = "Run the same command again when other programs rest: it repeats only what was disturbed."
+AFRESH = "Measure again with --fresh, and with more --max-tokens or --repeats, since short runs scatter."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,17 @@ class TunedChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class UndecidedSetting:
+    """A candidate at a batch size and temperature whose figures are no evidence, why, and what to do about it."""
+
+    batch: int
+    temperature: float
+    draft: str
+    reason: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
 class TuneReport:
     """All results. `about` describes the run; `model_options` are the model's options that differ from the defaults."""
 
@@ -50,24 +65,36 @@ class TuneReport:
     studied: tuple[Studied, ...]
 
     def choice(self, batch: int, temperature: float) -> TunedChoice | None:
-        """The fastest measured choice at a batch size and temperature; None if nothing was measured."""
+        """The fastest measured choice at a batch size and temperature.
+
+        None if nothing was measured, or if no decided candidate is faster than plain decoding and another is undecided.
+        """
         choices = []
         for each in self.studied:
             cell = each.cell(batch, temperature)
             for auto, figures in ((False, cell and cell.drafted), (True, cell and cell.chosen)):
-                if cell and figures and figures.speed_up:
+                if cell and not cell.undecided and figures and figures.speed_up:
                     speed_up = figures.speed_up.median
                     named = each.candidate.draft, cell.prediction.depth, speed_up, cell.interval_around(speed_up)
                     choices.append(TunedChoice(batch, temperature, *named, auto))
         best = max(choices, key=lambda choice: choice.speed_up, default=None)
-        return best if best is None or best.speed_up > 1 else TunedChoice(batch, temperature, None, 0, 1.0)
+        if best is None or best.speed_up > 1:
+            return best
+        open_settings = [each for each in self.undecided if (each.batch, each.temperature) == (batch, temperature)]
+        return None if open_settings else TunedChoice(batch, temperature, None, 0, 1.0)
 
     @property
-    def num_busy(self) -> float | None:
-        """The maximum number of cores that other programs used during a cell; None if unknown."""
-        figures = [cell.figures for each in self.studied for cell in each.cells if cell.figures]
-        cells = [cell for group in figures for cell in group.cells]
-        return max((cell.num_busy for cell in cells if cell.num_busy is not None), default=None)
+    def undecided(self) -> list[UndecidedSetting]:
+        """The measured candidates whose figures are no evidence, those of the first batch size first."""
+        return [
+            UndecidedSetting(
+                batch, temperature, each.candidate.draft, cell.undecided, QUIET if cell.disturbed else AFRESH
+            )
+            for temperature in self.temperatures
+            for batch in self.selection.batches
+            for each in self.studied
+            if (cell := each.cell(batch, temperature)) and cell.undecided
+        ]
 
     @property
     def template(self) -> Any:
@@ -94,7 +121,7 @@ class TuneReport:
         best: dict[str, tuple[float, str]] = {}
         for each in self.studied:
             cell = each.cell(self.selection.batches[0], self.temperatures[0])
-            if each.candidate.family != each.candidate.draft and cell and cell.speed_up:
+            if each.candidate.family != each.candidate.draft and cell and cell.speed_up and not cell.undecided:
                 candidate = cell.speed_up, each.candidate.draft
                 best[each.candidate.family] = max(candidate, best.get(each.candidate.family, candidate))
         return {family: draft for family, (_, draft) in best.items()}
@@ -123,6 +150,7 @@ class TuneReport:
             same_tokens=self.same_tokens,
             pick=self.pick and asdict(self.pick),
             choices=[asdict(choice) for choice in choices if choice],
+            undecided=[asdict(each) for each in self.undecided],
             plain_from_batch=[{"temperature": t, "batch": self.plain_from(t)} for t in self.temperatures],
             best_exits=self.best_exits(),
             candidates=[self.candidate_object(each) for each in self.studied],
@@ -162,7 +190,8 @@ class TuneReport:
             "predicted_speed_up_by_depth": cell.prediction.by_depth,
             "measured_speed_up": cell.drafted and cell.drafted.speed_up and asdict(cell.drafted.speed_up),
             "prediction_error": cell.error,
-            "likely_on_other_prompts": cell.interval_around(cell.speed_up),
+            "undecided": cell.undecided or None,
+            "likely_on_other_prompts": None if cell.undecided else cell.interval_around(cell.speed_up),
             "measured_speed_up_of_auto": cell.chosen and cell.chosen.speed_up and asdict(cell.chosen.speed_up),
             "plain": cell.plain and asdict(cell.plain),
             "drafted": cell.drafted and asdict(cell.drafted),

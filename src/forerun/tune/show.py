@@ -12,12 +12,13 @@ from forerun.bench.figures import CellFigures
 from forerun.bench.show import machine_line, medians, number, speed_up_cells
 from forerun.cache.plan import size
 from forerun.config import AUTO
-from forerun.machine import disturbance, disturbs
 from forerun.report import Cell, FigureTable, Section, card, fact_table
 from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 
 COLUMNS = ("drafter", "batch", "depth", "tokens\n/s", "measured\nspeed-up", "quartiles", "pre-\ndicted", "error")
+UNDECIDED = "undecided"  # shown instead of quartiles
+MOST_REASONS = 3
 WORTH = "Acceptance and memory of the drafters"
 SHOWN_DEPTHS = (1, 2, 4, 8)
 
@@ -59,21 +60,20 @@ def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[lis
     """The rows of a candidate at a batch size: at the best predicted depth, and with depth auto."""
     draft, batch = each.candidate.draft, str(cell.group.batch)
     is_best = {auto: best is not None and (best.draft, best.auto) == (draft, auto) for auto in (False, True)}
-    error = f"{cell.error:+.0%}" if cell.error is not None else ""
-    predicted = [f"×{cell.prediction.speed_up:.2f}", error]
-    rows = [
-        [marked_name(draft, is_best[False]), batch, str(cell.prediction.depth), *measured(cell.drafted), *predicted]
-    ]
+    doubt, error = UNDECIDED if cell.undecided else "", f"{cell.error:+.0%}" if cell.error is not None else ""
+    predicted = [Text(each, "red" if doubt else "") for each in (f"×{cell.prediction.speed_up:.2f}", error)]
+    depth = str(cell.prediction.depth)
+    rows = [[marked_name(draft, is_best[False]), batch, depth, *measured(cell.drafted, doubt), *predicted]]
     if cell.chosen:
-        rows.append([marked_name(draft, is_best[True]), batch, AUTO, *measured(cell.chosen), "", ""])
+        rows.append([marked_name(draft, is_best[True]), batch, AUTO, *measured(cell.chosen, doubt), "", ""])
     return rows
 
 
-def measured(figures: CellFigures | None) -> list[Cell]:
-    """Cells: tokens per second, speed-up and quartiles."""
+def measured(figures: CellFigures | None, doubt: str) -> list[Cell]:
+    """Cells: tokens per second, speed-up, and quartiles or the word of doubt."""
     if figures is None:
         return ["?", *speed_up_cells(None)]
-    return [number(figures.tokens_per_s, ".1f"), *speed_up_cells(figures.speed_up, disturbs(figures.num_busy))]
+    return [number(figures.tokens_per_s, ".1f"), *speed_up_cells(figures.speed_up, doubt)]
 
 
 def marked_name(name: str, best: bool) -> Text:
@@ -133,16 +133,17 @@ def template_line(prompts: dict[str, object]) -> str:
 
 def verdict(report: TuneReport) -> Iterator[Text]:
     """The recommendation, in a few lines."""
-    pick = report.pick
-    if pick is None:
+    pick, undecided = report.pick, report.undecided
+    if pick is None and not undecided:
         late = any(not each.problem or each.problem == NOT_REACHED for each in report.studied)
         advice = "allow more time with --time-limit" if late else "the reason of each drafter is above"
         yield Text(f"Nothing was measured: {advice}.", "bold yellow")
         return
-    at = f"at batch {pick.batch}" + (
-        "" if report.about["prompts"]["replayed"] else f", temperature {pick.temperature:g}"
-    )
-    if pick.draft is None:
+    first = f"batch {report.selection.batches[0]}, temperature {report.temperatures[0]:g}"
+    at = f"at {first.partition(',')[0] if report.about['prompts']['replayed'] else first}"
+    if pick is None:
+        yield Text(f"Undecided {at}: no setting is recommended.", "bold red")
+    elif pick.draft is None:
         yield Text(f"Plain decoding is fastest {at}: none of these drafters saves time.", "bold yellow")
     else:
         yield Text(
@@ -151,11 +152,15 @@ def verdict(report: TuneReport) -> Iterator[Text]:
         if pick.interval is not None:
             low, high = pick.interval
             yield Text(f"On other prompts like these, {low:.2f} to {high:.2f} times.", "green")
-    if note := disturbance(report.num_busy):
-        yield Text(f"That was {note}.", "bold red")
+    for each in undecided[:MOST_REASONS]:
+        setting = f"{each.draft}, batch {each.batch}, temperature {each.temperature:g}"
+        yield Text(f"{setting}, is undecided: {each.reason}.", "red")
+    if len(undecided) > MOST_REASONS:
+        yield Text(f"{len(undecided) - MOST_REASONS} more settings are undecided.", "red")
+    yield from (Text(advice, "red") for advice in dict.fromkeys(each.advice for each in undecided))
     for temperature in report.temperatures:
         batch = report.plain_from(temperature)
-        if batch is not None and pick.draft is not None:
+        if batch is not None and pick is not None and pick.draft is not None:
             yield Text(f"From batch {batch} on plain decoding is faster (temperature {temperature:g}).", "yellow")
     if not report.complete:
         yield Text("Some cells were not measured; the same command resumes with them.", "yellow")

@@ -18,6 +18,7 @@ from forerun.bench.figures import CellFigures, GroupFigures, group_figures
 from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import BenchRun, run_name
 from forerun.errors import DraftError, NotEnoughMemory
+from forerun.machine import disturbance
 from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, expect, interval, simulate, speed_up
 from forerun.tune.trial import PILOT_DEPTH, Candidate, DrafterMemory, OutOfTime, Trial
@@ -25,6 +26,7 @@ from forerun.tune.trial import PILOT_DEPTH, Candidate, DrafterMemory, OutOfTime,
 NOT_REACHED = "not reached within --time-limit"
 COARSE_REPEATS, FINE_REPEATS, NEWER_REPEATS = 3, 2, 2  # for coarse sizes, sizes of good depths, of the best depth
 CLOSE = 0.92  # depths with at least this share of the best coarse prediction are measured at all their sizes
+CONTRADICTION = 1.5  # between prediction and measurement; on quiet machines they differ by at most a quarter
 MOST_SIZES, LEAST_SHARE = 32, 0.004  # measured sizes: maximum number, minimum share of rounds
 Jobs = Mapping[str, DecodingJob]  # the job of a cell by drafter
 
@@ -73,6 +75,24 @@ class TuneCell:
     def error(self) -> float | None:
         """The relative error of the prediction; positive if it was too high."""
         return self.prediction.speed_up / self.speed_up - 1 if self.speed_up else None
+
+    @property
+    def disturbed(self) -> str:
+        """The warning that other programs disturbed a run or the costs; "" if they did not."""
+        runs = [cell.num_busy or 0.0 for cell in self.figures.cells] if self.figures else []
+        return disturbance(max([self.prediction.num_busy or 0.0, *runs]))
+
+    @property
+    def undecided(self) -> str:
+        """Why these figures are no evidence for or against a setting; "" if they are."""
+        if self.disturbed:
+            return self.disturbed
+        if self.speed_up is None:
+            return ""
+        predicted = self.prediction.speed_up
+        if 1 / CONTRADICTION <= predicted / self.speed_up <= CONTRADICTION:
+            return ""
+        return f"×{predicted:.2f} predicted and ×{self.speed_up:.2f} measured contradict each other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,4 +226,6 @@ def updated(prediction: Expected, job: DecodingJob, table: PassTable, newer: Seq
         costs = table.by_drafter[drafter][rows].newer(newer)
         table = PassTable({**table.by_drafter, drafter: {**table.by_drafter[drafter], rows: costs}})
         gain = speed_up(job, table.round_s, drafter, depth)
-    return replace(prediction, speed_up=gain, interval=interval(job, table.round_s, drafter, depth))
+    likely = interval(job, table.round_s, drafter, depth)
+    num_busy = max(each.num_busy or 0.0 for each in table.by_drafter[drafter].values())
+    return replace(prediction, speed_up=gain, interval=likely, num_busy=num_busy)

@@ -214,16 +214,16 @@ class Trial:
     ) -> dict[int, RowCosts]:
         """Costs of rounds of these sizes, by the number of rows; stored under the name of this `part`."""
 
-        def timed() -> list[list[Any]]:
+        def timed() -> dict[str, Any]:
             measured: list[list[Any]] = []
             for num_rows, groups in sizes.items():
                 rows = replace(group, batch=num_rows)
                 meter = PassMeter(self.setup(FixedDepth()), rows, drafter_name or None, PILOT_DEPTH, repeats)
                 measured.append([num_rows, asdict(meter.measure(groups, self.report))])
-            return measured
+            return {"rows": measured, "num_busy": max(costs["num_busy"] or 0.0 for _, costs in measured)}
 
         stored = self.stored(f"passes, {group.name}, arm {drafter_name}, {part}", timed)
-        return {num_rows: RowCosts.from_json(costs) for num_rows, costs in stored}
+        return {num_rows: RowCosts.from_json(costs) for num_rows, costs in stored["rows"]}
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or drafted decoding of all prompts."""
