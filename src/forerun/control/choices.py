@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from forerun.config import AUTO_DEPTH
@@ -139,9 +140,9 @@ def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
     return [each.budget for each in (assigned, *smaller)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DepthRule:
-    """Chooses the depth of a lone row after drafting it, from the survival that the drafter estimates for this draft.
+    """Chooses the depth of a lone row from the survival that its drafter estimates for the draft of this round.
 
     `round_s[d]` are the expected seconds of a round of depth d, all above 0; `favor` is the margin as in `favor`.
     """
@@ -149,7 +150,7 @@ class DepthRule:
     round_s: Sequence[float]
     favor: float
 
-    @property
+    @cached_property
     def min_survival(self) -> float:
         """The survival below which a draft token saves no time at any depth."""
         least_s = min(more_s - less_s for less_s, more_s in pairwise(self.round_s))

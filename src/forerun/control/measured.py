@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH
-from forerun.control.choices import Choice, DepthRule, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
+from forerun.control.choices import Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.costs import CHANGED, LONG, CostTable
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
@@ -83,7 +83,7 @@ class MeasuredDepth:
         self.came_true = False
         if self.holds(load) and (self.taken.rule is not None or self.lasts(load, outlook)):
             self.hold(load)
-            return fitting(load.seq_ids, self.taken.fallbacks if self.taken.rule is None else self.ruled(load), spare)
+            return fitting(load.seq_ids, self.ruled(load, outlook) if self.taken.rule else self.taken.fallbacks, spare)
         self.load = load
         due = any(record.retry.due for record in self.drafters.all)
         least = 0.0 if due or len(load.seq_ids) == 1 else self.weighing.least_survival()
@@ -99,13 +99,23 @@ class MeasuredDepth:
             self.taken.rule, self.taken.num_held = self.weighing.rule(self.drafters.all[0], AUTO_DEPTH), 0
         return budgets
 
-    def ruled(self, load: Load) -> Sequence[Sequence[Budget]]:
-        """The budget of a lone row whose depth is decided by `taken.rule` once it is drafted."""
-        assert self.taken.rule is not None, "a rule is held"
-        self.taken.assigned, self.possible = dict.fromkeys(load.seq_ids), frozenset([0])
-        depth = Budget.of(load.speculations[0], load.rooms[0]).depth
-        least = min(1.0, self.taken.rule.min_survival / self.drafters.all[0].trust)
-        return [[Budget(depth, min_survival=least) if depth else NO_DRAFT]]
+    def ruled(self, load: Load, outlook: Outlook) -> Sequence[Sequence[Budget]]:
+        """The budget of a lone row by `taken.rule`, from the drafter's estimate for this round."""
+        rule, learned, (seq_id,) = self.taken.rule, self.drafters.all[0], load.seq_ids
+        assert rule is not None, "a rule is held"
+        limit = Budget.of(load.speculations[0], min(load.rooms[0], outlook.limit[0])).depth
+        estimate: Sequence[float] = ()
+        if limit and outlook.estimate is not None:
+            estimate = outlook.estimate(0, min(1.0, rule.min_survival / learned.trust))[:limit]
+        depth = rule.depth([min(1.0, learned.trust * chance) for chance in estimate])
+        self.taken.assigned, self.possible = {seq_id: None}, frozenset([0])
+        self.advise(drafting=depth > 0)
+        if depth == 0:
+            return [[NO_DRAFT]]
+        option = learned.option(seq_id, Budget(depth), estimate, {0: 0}, True, ())
+        self.taken.assigned = {seq_id: Assignment(option, depth)}
+        self.taken.tokens_per_s = (1 + option.gain) / rule.round_s[depth]
+        return [[option.budget]]
 
     def advise(self, drafting: bool) -> None:
         """Log when drafting is paused because it would not save time, and when it resumes."""
@@ -194,29 +204,11 @@ class MeasuredDepth:
         return fits and not self.taken.estimated
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
-        """The whole draft, or for a lone row as much of it as the plan's rule says.
-
-        The estimates in it are kept, to be compared with the outcome.
-        """
-        if self.taken.rule is not None and self.taken.num_held:
-            return self.admit_by_rule(self.taken.rule, draft, load)
+        """The whole draft. The estimates in it are kept, to be compared with the outcome."""
         priced = any(each and each.option.budget.min_survival for each in self.taken.assigned.values())
         survival = draft.survival.tolist() if priced and draft.survival is not None else []
         self.survival = dict(zip(load.seq_ids, survival, strict=False))
         return draft.tree
-
-    def admit_by_rule(self, rule: DepthRule, draft: Draft, load: Load) -> DraftTree:
-        """The beginning of a lone row's chain, to the depth that the rule says."""
-        (host,), learned = draft.tree.host(), self.drafters.all[0]
-        estimate = [] if draft.survival is None else draft.survival[0, 1 : len(host.tokens)].tolist()
-        option = learned.option(load.seq_ids[0], Budget(len(estimate)), estimate, {0: 0}, True, ())
-        depth = rule.depth(option.survival)
-        self.advise(drafting=depth > 0)
-        if depth:
-            assigned = Assignment(option, depth)
-            self.taken.assigned = {load.seq_ids[0]: assigned}
-            self.taken.tokens_per_s = (1 + assigned.gain) / rule.round_s[depth]
-        return draft.tree if depth == len(host.tokens) - 1 else DraftTree.of_texts([host.tokens[: 1 + depth]])
 
     def plan(self, rows: Sequence[Options]) -> Planned:
         """The best plan for the rows, or the plan of a trial if one is due."""
@@ -358,6 +350,6 @@ class MeasuredDepth:
 
 
 def follows_rule(load: Load, outlook: Outlook) -> bool:
-    """Whether a `DepthRule` can decide: for a lone row and a lone drafter that ends chains by its own estimates."""
+    """Whether a `DepthRule` can decide: for a lone row and a lone drafter that estimates its drafts."""
     alone = len(load.seq_ids) == 1 and not outlook.drafters and load.speculations[0].auto
-    return alone and outlook.ends_early and outlook.estimate is not None and load.speculations[0].width == 1
+    return alone and outlook.estimate is not None and load.speculations[0].width == 1
