@@ -259,18 +259,18 @@ def test_mistakes_are_one_line_before_anything_is_written(
 
 
 @pytest.mark.full
-def test_a_cache_changes_no_weight_and_spares_the_writing(
+def test_a_cache_changes_no_weight_and_spares_the_generation(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = ["--steps", "3", "-n", "8", "--place-weights", "d-pace", "--data", str(prompts)]
-    written: list[int] = []
-    plain_written = AnswerSource.written
+    generated: list[int] = []
+    plain_generate = AnswerSource.generate
 
     def counting(own: AnswerSource, asked: Seq[PromptIds], *rest: object) -> object:
-        written.append(len(asked))
-        return plain_written(own, asked, *rest)  # type: ignore[arg-type]
+        generated.append(len(asked))
+        return plain_generate(own, asked, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(AnswerSource, "written", counting)
+    monkeypatch.setattr(AnswerSource, "generate", counting)
     found = []
     kept = ["--cache", str(tmp_path / "cache")]
     for name, cache in (("a", []), ("b", kept), ("c", kept)):
@@ -279,7 +279,7 @@ def test_a_cache_changes_no_weight_and_spares_the_writing(
         assert ("will take up to" in result.stderr) == bool(cache)
         found.append(contents(tmp_path / name))
     assert found[0] == found[1] == found[2]
-    assert written == [6, 32, 6, 32, 6]  # held-out answers are written in each run
+    assert generated == [6, 32, 6, 32, 6]  # held-out answers are generated in each run
 
 
 def test_hours_end_a_training_too(prompts: Path, tmp_path: Path) -> None:
