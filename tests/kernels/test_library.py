@@ -68,7 +68,7 @@ DAMAGES: dict[str, Callable[[Computer], object]] = {
     "no digest": lambda c: c.file(".sha256").unlink(),
     "empty digest": lambda c: cut(c.file(".sha256"), 0),
     "wrong digest": lambda c: flip(c.file(".sha256")),
-    "not a library, with its digest": lambda c: library.LibraryStore.open(c.file(".so").stem).keep(b"not a library"),
+    "not a library, with its digest": lambda c: library.LibraryStore.open(c.kept, c.file(".so").stem).keep(b"not a library"),
     "others may write": lambda c: c.file(".so").chmod(0o666),
     "others may write the digest": lambda c: c.file(".sha256").chmod(0o620),
     "a link": lambda c: link(c.file(".so")),
@@ -117,7 +117,7 @@ def test_a_planted_library_is_not_run(
         computer.folder / "planted.so",
         f'#include <cstdio>\n__attribute__((constructor)) void run() {{ fopen("{mark}", "w"); }}',
     )
-    library.LibraryStore.open(computer.file(".so").stem).keep(planted.read_bytes())
+    library.LibraryStore.open(computer.kept, computer.file(".so").stem).keep(planted.read_bytes())
     if foreign == "link to kernels":
         computer.kept.rename(computer.kept.with_name("elsewhere"))
         computer.kept.symlink_to("elsewhere")
@@ -194,9 +194,9 @@ UNUSABLE = {
 }
 
 
-@pytest.mark.parametrize("why", UNUSABLE)
+@pytest.mark.parametrize("why", [each for each in UNUSABLE if each != "the disk is full"])
 @pytest.mark.parametrize("has_platformdirs", [True, False])
-def test_without_a_cache_folder_each_start_compiles_and_says_so(
+def test_without_a_cache_folder_a_folder_for_this_user_takes_its_place(
     computer: Computer,
     why: str,
     has_platformdirs: bool,
@@ -206,17 +206,72 @@ def test_without_a_cache_folder_each_start_compiles_and_says_so(
     if not has_platformdirs:
         monkeypatch.setitem(sys.modules, "platformdirs", None)
     UNUSABLE[why](computer, monkeypatch)
+    for _ in range(3):
+        assert works()
+        assert computer.num_compiled == 1
+        restart()
+    substitute = computer.folder / "tmp" / f"forerun-{os.geteuid()}"
+    (said,) = warnings_of(caplog)
+    assert f"They are in {substitute / 'kernels'} until" in said
+    assert "set XDG_CACHE_HOME to a folder of your own" in said
+    for path in (substitute, *substitute.rglob("*")):
+        assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) or path.suffix == ".lock", path
+    assert list(computer.folder.joinpath("tmp").iterdir()) == [substitute]
+    assert not list(computer.folder.glob("cache/forerun/kernels/*.so"))
+
+
+def another_users(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    (computer.folder / "tmp" / f"forerun-{os.geteuid()}").mkdir()
+    give_away(computer.folder / "tmp" / f"forerun-{os.geteuid()}", monkeypatch)
+
+
+def others_may_replace(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    (computer.folder / "tmp").chmod(0o777)  # without the sticky bit
+
+
+def link_of_another_user(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    (computer.folder / "elsewhere").mkdir()
+    link = computer.folder / "tmp" / f"forerun-{os.geteuid()}"
+    link.symlink_to(computer.folder / "elsewhere")
+    give_away(link, monkeypatch)
+
+
+UNSAFE = {
+    "another user's folder": another_users,
+    "another user's link": link_of_another_user,
+    "others may replace it": others_may_replace,
+    "the disk is full": full_disk,
+}
+
+
+@pytest.mark.parametrize("unsafe", UNSAFE)
+def test_without_any_safe_folder_each_start_compiles_and_says_so(
+    computer: Computer, unsafe: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if unsafe != "the disk is full":
+        nowhere("XDG_CACHE_HOME")(computer, monkeypatch)
+    UNSAFE[unsafe](computer, monkeypatch)
     assert works()
     assert works()
     assert computer.num_compiled == 1
     (said,) = warnings_of(caplog)
-    assert "every start compiles them again" in said
+    assert "every start compiles them again, which can take a minute or two" in said
     assert "set XDG_CACHE_HOME to a folder of your own" in said
     restart()
     assert works()
     assert computer.num_compiled == 2
-    assert not list((computer.folder / "tmp").iterdir())
-    assert not list(computer.folder.glob("cache/forerun/kernels/*.so"))
+    assert not list(computer.folder.rglob("kernels/*.so"))
+
+
+def test_a_shared_folder_in_which_nobody_may_replace_folders_of_others_is_good_enough(
+    computer: Computer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere("XDG_CACHE_HOME")(computer, monkeypatch)
+    (computer.folder / "tmp").chmod(0o1777)
+    for _ in range(2):
+        assert works()
+        restart()
+    assert computer.num_compiled == 1
 
 
 def no_program(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """Compiles the kernels: for this processor at first use, or all variants of an architecture for a wheel.
 
 The file compiled at first use is named by a hash of all that affects the library: sources, compiler, flags and
-processor. Compiling takes a few seconds and needs no headers of torch.
+processor. Compiling takes up to a minute or two and needs no headers of torch.
 
 The libraries of a wheel link to libc, libm, libgcc and libstdc++, which torch needs too; OpenMP's functions stay
 unresolved, and torch's runtime provides them. setup.py imports this file, so it uses only the standard library.

@@ -5,8 +5,9 @@ checkout, the kernels are compiled at first use and stored in the user's cache f
 
 A library runs with all rights of the user who loads it, and a truncated one kills the process when a missing page is
 accessed. So a file in the cache is loaded only if it and its folders belong to this user, nobody else may write to
-them, and its bytes have the stored digest; otherwise it is compiled again. If the cache folder cannot be used, every
-process compiles into its own temporary folder and logs a warning.
+them, and its bytes have the stored digest; otherwise it is compiled again. If the cache folder cannot be used, a folder
+of the user in the system's folder for temporary files takes its place, under the same rules; if that cannot be used
+either, every process compiles into its own temporary folder. Both are said in a warning.
 """
 
 from __future__ import annotations
@@ -102,9 +103,10 @@ def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
         return lib
     command = compiler()
     name = library_name(command)
-    with suppress(OSError):  # `compiled` tries again, and reports it
-        if (lib := LibraryStore.open(name).load()) is not None:
-            return lib
+    for folder in (kernels_folder, substitute_folder):
+        with suppress(OSError):  # `compile_and_load` tries again, and reports it
+            if folder().is_dir() and (lib := LibraryStore.open(folder(), name).load()) is not None:
+                return lib
     if progress is not None:
         progress("compiling kernels, once on this machine", 0.0)
     try:
@@ -119,24 +121,56 @@ def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
 def compile_and_load(name: str, command: str, path: Path) -> ctypes.CDLL:
     """Compile to `path`, and load a stored copy; with a warning, `path` itself if it cannot be stored."""
     try:
-        store = LibraryStore.open(name)
-        with FileLock(store.folder / f"{name}.lock", timeout=TIMEOUT_S):
-            if (lib := store.load()) is not None:  # another process compiled it while this one waited
-                return lib
-            if os.path.lexists(store.path):
-                logger.warning("%s is damaged, or another user may write to it: compiling it again.", store.path)
-            compile_to(path, command)
-            store.keep(path.read_bytes())
-            return ctypes.CDLL(str(store.path))
+        return stored(kernels_folder(), name, command, path)
     except OSError as error:
+        problem = error
+    try:
+        folder = substitute_folder()
+        lib, instead = stored(folder, name, command, path), f"They are in {folder} until the system empties that folder"
+    except OSError:
         if not path.exists():
             compile_to(path, command)
-        logger.warning(
-            "The compiled kernels cannot be stored (%s), so every start compiles them again, which takes seconds: set "
-            "XDG_CACHE_HOME to a folder of your own that you can write to.",
-            error,
-        )
-        return ctypes.CDLL(str(path))
+        lib, instead = ctypes.CDLL(str(path)), "So every start compiles them again, which can take a minute or two"
+    logger.warning(
+        "The compiled kernels cannot be stored in the cache folder (%s). %s: set XDG_CACHE_HOME to a folder of your own "
+        "that you can write to.",
+        problem,
+        instead,
+    )
+    return lib
+
+
+def stored(folder: Path, name: str, command: str, path: Path) -> ctypes.CDLL:
+    """The library in this folder, else compiled to `path`, if it is not there yet, and stored. Raises OSError."""
+    store = LibraryStore.open(folder, name)
+    with FileLock(store.folder / f"{name}.lock", timeout=TIMEOUT_S):
+        if (lib := store.load()) is not None:  # another process compiled it while this one waited
+            return lib
+        if os.path.lexists(store.path):
+            logger.warning("%s is damaged, or another user may write to it: compiling it again.", store.path)
+        if not path.exists():
+            compile_to(path, command)
+        store.keep(path.read_bytes())
+        return ctypes.CDLL(str(store.path))
+
+
+def kernels_folder() -> Path:
+    """The folder of libraries in the user's cache folder. Raises OSError if there is no home folder."""
+    return cache_folder("kernels")
+
+
+def substitute_folder() -> Path:
+    """This user's folder of libraries in the system's folder for temporary files.
+
+    Raises PermissionError if other users could put another folder in its place.
+    """
+    temporary = Path(tempfile.gettempdir())
+    about = temporary.stat()
+    if not HAS_OWNERS or about.st_uid not in (0, os.geteuid()):
+        raise PermissionError(f"{temporary} belongs to another user")
+    if others_may_write(about) and not about.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"other users may replace folders in {temporary}")
+    return temporary / f"forerun-{os.geteuid()}" / "kernels"
 
 
 class LibraryStore:
@@ -148,9 +182,8 @@ class LibraryStore:
         self.digest = folder / f"{name}.sha256"
 
     @classmethod
-    def open(cls, name: str) -> LibraryStore:
-        """The store in the user's cache folder, which is created. Raises OSError if that is not possible."""
-        folder = cache_folder("kernels")
+    def open(cls, folder: Path, name: str) -> LibraryStore:
+        """The store in this folder, which is created with its parent. Raises OSError if that is not possible."""
         for each in (folder.parent, folder):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not (belongs_to_user(each.lstat()) and belongs_to_user(each.stat())):
