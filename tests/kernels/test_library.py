@@ -68,7 +68,7 @@ DAMAGES: dict[str, Callable[[Computer], object]] = {
     "no digest": lambda c: c.file(".sha256").unlink(),
     "empty digest": lambda c: cut(c.file(".sha256"), 0),
     "wrong digest": lambda c: flip(c.file(".sha256")),
-    "not a library, with its digest": lambda c: library.LibraryStore.open(c.kept, c.file(".so").stem).keep(b"not a library"),
+    "not a library, with its digest": lambda c: c.store().keep(b"not a library"),
     "others may write": lambda c: c.file(".so").chmod(0o666),
     "others may write the digest": lambda c: c.file(".sha256").chmod(0o620),
     "a link": lambda c: link(c.file(".so")),
@@ -117,7 +117,7 @@ def test_a_planted_library_is_not_run(
         computer.folder / "planted.so",
         f'#include <cstdio>\n__attribute__((constructor)) void run() {{ fopen("{mark}", "w"); }}',
     )
-    library.LibraryStore.open(computer.kept, computer.file(".so").stem).keep(planted.read_bytes())
+    computer.store().keep(planted.read_bytes())
     if foreign == "link to kernels":
         computer.kept.rename(computer.kept.with_name("elsewhere"))
         computer.kept.symlink_to("elsewhere")

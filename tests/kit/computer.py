@@ -38,6 +38,10 @@ class Computer:
         (found,) = self.kept.glob(f"*{suffix}")
         return found
 
+    def store(self) -> library.LibraryStore:
+        """The store of the library there."""
+        return library.LibraryStore.open(self.kept, self.file(".so").stem)
+
 
 def forget() -> None:
     """The next call finds nothing known, as in a new process."""

@@ -1,5 +1,6 @@
 """What a GGUF file is taken for: damage and unknown formats are named, one of several is chosen, tokenizers agree."""
 
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -302,6 +303,31 @@ def test_one_of_several_files_is_chosen_by_its_format(tmp_path: Path) -> None:
         find_checkpoint(str(folder))
     with pytest.raises(ModelNotFound, match="choose one by its format"):
         find_checkpoint(f"{folder}:Q6_K")
+
+
+@pytest.mark.parametrize("gone", ["folder", "subfolder", "file"])
+def test_a_folder_that_vanishes_while_it_is_searched_is_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """As in a cache that another program cleans: what is left is used, and what is missing is named."""
+    folder = tmp_path / "models"
+    (folder / "aside").mkdir(parents=True)
+    file = stories(folder / "tiny-Q8_0.gguf")
+    expected = find_checkpoint(str(file))
+    real = os.scandir
+
+    def scan(path: str | Path = ".") -> object:
+        if str(path) == str(folder / "aside" if gone != "folder" else folder):
+            monkeypatch.setattr(os, "scandir", real)
+            {"folder": folder, "subfolder": folder / "aside", "file": file}[gone].rename(tmp_path / "elsewhere")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    if gone == "subfolder":
+        assert find_checkpoint(str(folder)) == expected
+        return
+    with pytest.raises(ModelNotFound, match="models"):
+        find_checkpoint(str(folder))
 
 
 def test_of_a_repository_the_chosen_file_alone_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,9 +103,9 @@ def find_or_compile(progress: ProgressCallback | None) -> ctypes.CDLL:
         return lib
     command = compiler()
     name = library_name(command)
-    for folder in (kernels_folder, substitute_folder):
+    for place in (kernels_folder, substitute_folder):
         with suppress(OSError):  # `compile_and_load` tries again, and reports it
-            if folder().is_dir() and (lib := LibraryStore.open(folder(), name).load()) is not None:
+            if place().is_dir() and (lib := LibraryStore.open(place(), name).load()) is not None:
                 return lib
     if progress is not None:
         progress("compiling kernels, once on this machine", 0.0)
@@ -132,8 +132,8 @@ def compile_and_load(name: str, command: str, path: Path) -> ctypes.CDLL:
             compile_to(path, command)
         lib, instead = ctypes.CDLL(str(path)), "So every start compiles them again, which can take a minute or two"
     logger.warning(
-        "The compiled kernels cannot be stored in the cache folder (%s). %s: set XDG_CACHE_HOME to a folder of your own "
-        "that you can write to.",
+        "The compiled kernels cannot be stored in the cache folder (%s). %s: set XDG_CACHE_HOME to a folder of your "
+        "own that you can write to.",
         problem,
         instead,
     )

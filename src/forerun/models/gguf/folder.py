@@ -6,6 +6,7 @@ The folder is written once for each state of the file. The tensors stay in the G
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -23,12 +24,16 @@ from forerun.store import cache_folder, replace_file
 from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
+NO_MODELS = ("mmproj", "imatrix")  # the beginnings of names of other GGUF files
 FORM = 5  # the version of the files in the folder, increased when their content changes
 
 
 def folder_of(path: Path) -> Path:
     """The folder that represents a GGUF file, written if it does not exist. Raises ModelError."""
-    states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(path.absolute())]
+    try:
+        states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts_of(path.absolute())]
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read ({error}): correct the path") from error
     digest = sha256(json.dumps([__version__, FORM, states]).encode()).hexdigest()[:16]
     folder = cache_folder("gguf") / f"{path.stem}-{digest}"
     if not (folder / INDEX).exists():
@@ -50,7 +55,8 @@ def choose_file(folder: Path, number_format: str | None, name: str) -> Path | No
     For a split model it is the first part. `name` is the user's name of the folder. Raises ModelNotFound unless one
     file matches.
     """
-    files = [path for path in sorted(folder.rglob("*.gguf")) if not path.name.startswith(("mmproj", "imatrix"))]
+    walked = (Path(place, each) for place, _, names in os.walk(folder) for each in names)  # skips what vanishes
+    files = sorted(path for path in walked if path.suffix == ".gguf" and not path.name.startswith(NO_MODELS))
     files = [path for path in files if (part := PART.fullmatch(path.name)) is None or int(part[2]) == 1]
     matching = [path for path in files if number_format is None or number_format.lower() in path.name.lower()]
     if len(matching) > 1 or (files and not matching):
