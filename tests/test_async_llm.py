@@ -20,8 +20,8 @@ from forerun.request import Prompt
 from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
-from kit.engines import PATIENCE_S, alone, asking, plain
-from kit.oracles import seen
+from kit.engines import PATIENCE_S, alone, params_with, plain
+from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
 WISHES = (None, False, 2, Speculation(3, 3, 8), 7)
@@ -33,7 +33,7 @@ def drafting() -> LLM:
 
 
 def endless(seed: int = 0, **others: object) -> SamplingParams:
-    return asking(seed, max_tokens=None, ignore_eos=True, **others)
+    return params_with(seed, max_tokens=None, ignore_eos=True, **others)
 
 
 def run(work: Callable[[AsyncLLM], Awaitable[None]], llm: LLM | None = None) -> None:
@@ -64,24 +64,24 @@ def test_requests_at_once_are_answered_as_if_alone() -> None:
     async def work(front: AsyncLLM) -> None:
         async def one(i: int) -> RequestOutput:
             await asyncio.sleep(i % 4 * 0.02)
-            return await front.generate(PROMPTS[i % 5], asking(i), speculation=WISHES[i % len(WISHES)])
+            return await front.generate(PROMPTS[i % 5], params_with(i), speculation=WISHES[i % len(WISHES)])
 
         found = await asyncio.gather(*(one(i) for i in range(num)))
-        assert list(map(seen, found)) == [alone(i) for i in range(num)]
+        assert list(map(exact_parts, found)) == [alone(i) for i in range(num)]
 
     run(work)
 
 
 def test_streams_at_once_and_many_samples() -> None:
     async def work(front: AsyncLLM) -> None:
-        streams = [front.stream(PROMPTS[i % 5], asking(i)) for i in range(6)]
-        samples = front.generate(PROMPTS[0], asking(1, n=4))
+        streams = [front.stream(PROMPTS[i % 5], params_with(i)) for i in range(6)]
+        samples = front.generate(PROMPTS[0], params_with(1, n=4))
         *found, many = await asyncio.gather(*map(together, streams), samples)
-        answers = [plain().generate(PROMPTS[i % 5], asking(i))[0].outputs[0].token_ids for i in range(6)]
+        answers = [plain().generate(PROMPTS[i % 5], params_with(i))[0].outputs[0].token_ids for i in range(6)]
         assert found == answers
-        assert seen(many) == seen(plain().generate(PROMPTS[0], asking(1, n=4))[0])
+        assert exact_parts(many) == exact_parts(plain().generate(PROMPTS[0], params_with(1, n=4))[0])
         prompt = plain().tokenizer.encode(PROMPTS[0])
-        parts = [delta async for delta in front.stream(prompt, asking(1, n=4))]
+        parts = [delta async for delta in front.stream(prompt, params_with(1, n=4))]
         for sample in many.outputs:
             own = [delta for delta in parts if delta.sample == sample.index]
             assert "".join(delta.text for delta in own) == sample.text
@@ -92,14 +92,17 @@ def test_streams_at_once_and_many_samples() -> None:
 
 def test_a_refused_request_disturbs_nobody() -> None:
     async def work(front: AsyncLLM) -> None:
-        good = asyncio.create_task(front.generate(PROMPTS[0], asking(0)))
-        refused: list[tuple[Prompt, SamplingParams]] = [([], asking(1)), ("a", asking(1, stop_token_ids=[999]))]
+        good = asyncio.create_task(front.generate(PROMPTS[0], params_with(0)))
+        refused: list[tuple[Prompt, SamplingParams]] = [
+            ([], params_with(1)),
+            ("a", params_with(1, stop_token_ids=[999])),
+        ]
         for prompt, asked in refused:
             with pytest.raises(InvalidRequest):
                 await front.generate(prompt, asked)
             with pytest.raises(InvalidRequest):
                 await anext(front.stream(prompt, asked))
-        assert seen(await good) == alone(0)
+        assert exact_parts(await good) == alone(0)
 
     run(work)
 
@@ -117,7 +120,7 @@ async def close_the_stream(front: AsyncLLM) -> None:
 
 
 async def cancel_the_task(front: AsyncLLM) -> None:
-    task = asyncio.create_task(front.generate(PROMPTS[1], asking(3, n=3, max_tokens=None, ignore_eos=True)))
+    task = asyncio.create_task(front.generate(PROMPTS[1], params_with(3, n=3, max_tokens=None, ignore_eos=True)))
     await until(lambda: len(front.llm.engine.sequences) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -143,12 +146,12 @@ async def run_out_of_time(front: AsyncLLM) -> None:
 @pytest.mark.parametrize("leave", [leave_the_loop, close_the_stream, cancel_the_task, cancel_at_once, run_out_of_time])
 def test_who_leaves_is_forgotten_and_the_others_go_on(leave: Callable[[AsyncLLM], Awaitable[None]]) -> None:
     async def work(front: AsyncLLM) -> None:
-        others = [asyncio.create_task(front.generate(PROMPTS[i], asking(i))) for i in range(3)]
+        others = [asyncio.create_task(front.generate(PROMPTS[i], params_with(i))) for i in range(3)]
         await leave(front)
-        assert [seen(await other) for other in others] == [alone(i) for i in range(3)]
+        assert [exact_parts(await other) for other in others] == [alone(i) for i in range(3)]
         engine = front.llm.engine
         await until(lambda: not front.outboxes and not engine.has_work and not engine.runner.cache.num_rows)
-        assert seen(await front.generate(PROMPTS[0], asking(0))) == alone(0)
+        assert exact_parts(await front.generate(PROMPTS[0], params_with(0))) == alone(0)
 
     run(work)
 
@@ -172,7 +175,7 @@ def test_closing_ends_what_is_under_way() -> None:
         front.close()
 
     run(work)
-    assert seen(drafting().generate(PROMPTS[0], asking(0))[0]) == alone(0)
+    assert exact_parts(drafting().generate(PROMPTS[0], params_with(0))[0]) == alone(0)
 
 
 class Faulty(Exception):
@@ -202,7 +205,7 @@ def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
     monkeypatch.undo()
     assert not llm.engine.has_work
-    assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(0)
+    assert exact_parts(llm.generate(PROMPTS[0], params_with(0))[0]) == alone(0)
 
 
 def test_an_event_loop_is_woken_once_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +216,7 @@ def test_an_event_loop_is_woken_once_for_a_round(monkeypatch: pytest.MonkeyPatch
         loop = asyncio.get_running_loop()
         wake = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: woken.append(call) or wake(*call))
-        tokens = await together(front.stream(PROMPTS[0], asking(0, n=4, max_tokens=24, ignore_eos=True)))
+        tokens = await together(front.stream(PROMPTS[0], params_with(0, n=4, max_tokens=24, ignore_eos=True)))
         assert len(tokens) == 4 * 24
         assert 24 <= len(woken) <= 2 * 24
         monkeypatch.undo()
@@ -247,8 +250,8 @@ def test_loops_of_several_threads() -> None:
     front, found, num = AsyncLLM(drafting()), {}, 9
 
     async def some(mine: Sequence[int]) -> None:
-        results = await asyncio.gather(*(front.generate(PROMPTS[i % 5], asking(i)) for i in mine))
-        found.update(zip(mine, map(seen, results), strict=True))
+        results = await asyncio.gather(*(front.generate(PROMPTS[i % 5], params_with(i)) for i in mine))
+        found.update(zip(mine, map(exact_parts, results), strict=True))
 
     async def gone() -> None:
         asyncio.create_task(front.generate(PROMPTS[1], endless()))  # noqa: RUF006

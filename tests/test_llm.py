@@ -23,7 +23,7 @@ from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
 from kit.engines import plain
-from kit.oracles import seen
+from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 from kit.unchecked import unchecked
 
@@ -40,7 +40,7 @@ def with_ngrams() -> LLM:
     return LLM(str(TARGET), "ngram", dtype="float32")
 
 
-def asking(seed: int | None = 0, **others: object) -> SamplingParams:
+def params_with(seed: int | None = 0, **others: object) -> SamplingParams:
     return SamplingParams(**({"temperature": 1.0, "seed": seed, "max_tokens": 16, "ignore_eos": True} | others))
 
 
@@ -52,7 +52,7 @@ def test_results_say_what_was_asked_and_come_in_order() -> None:
     """The shortest is finished first, the order is that of the prompts."""
     llm = with_model()
     prompts = [PROMPTS[0], llm.tokenizer.encode(PROMPTS[1]), tuple(llm.tokenizer.encode(PROMPTS[2])), PROMPTS[3]]
-    params = [asking(seed, max_tokens=20 - 5 * seed, logprobs=seed) for seed in range(4)]
+    params = [params_with(seed, max_tokens=20 - 5 * seed, logprobs=seed) for seed in range(4)]
     results = llm.generate(prompts, params, speculation=4)
     for prompt, asked, result in zip(prompts, params, results, strict=True):
         (answer,) = result.outputs
@@ -75,12 +75,12 @@ def test_results_say_what_was_asked_and_come_in_order() -> None:
 
 def test_one_prompt_or_many_as_text_or_tokens() -> None:
     llm, ids = plain(), plain().tokenizer.encode(PROMPTS[0])
-    (expected,) = llm.generate(PROMPTS[0], asking())
+    (expected,) = llm.generate(PROMPTS[0], params_with())
     for prompts in ([PROMPTS[0]], ids, tuple(ids), [ids], (tuple(ids),), (PROMPTS[0],)):
-        assert llm.generate(prompts, asking()) == [expected]
-    assert llm.generate([PROMPTS[0], ids], asking()) == [expected] * 2
-    assert llm.generate([ids, PROMPTS[0]], [asking(), asking()]) == [expected] * 2
-    assert llm.generate([], asking()) == []
+        assert llm.generate(prompts, params_with()) == [expected]
+    assert llm.generate([PROMPTS[0], ids], params_with()) == [expected] * 2
+    assert llm.generate([ids, PROMPTS[0]], [params_with(), params_with()]) == [expected] * 2
+    assert llm.generate([], params_with()) == []
     with_defaults = llm.stream(PROMPTS[0])
     assert next(with_defaults).finish_reason is None
     with_defaults.close()
@@ -89,30 +89,30 @@ def test_one_prompt_or_many_as_text_or_tokens() -> None:
 def test_samples_differ_and_come_again() -> None:
     warm = {"temperature": 1.6, "logprobs": 1, "max_tokens": 10}
     for llm in (plain(), with_model()):
-        (three,) = llm.generate(PROMPTS[0], asking(7, n=3, **warm))
-        (five,) = llm.generate(PROMPTS[0], asking(7, n=5, **warm))
+        (three,) = llm.generate(PROMPTS[0], params_with(7, n=3, **warm))
+        (five,) = llm.generate(PROMPTS[0], params_with(7, n=5, **warm))
         assert [sample.index for sample in five.outputs] == [0, 1, 2, 3, 4]
         assert len({sample.token_ids for sample in five.outputs}) == 5
-        assert seen(three)["samples"] == seen(five)["samples"][:3]
-        assert seen(five) == seen(plain().generate(PROMPTS[0], asking(7, n=5, **warm))[0])
-        (one,) = llm.generate(PROMPTS[0], asking(7, **warm))
+        assert exact_parts(three)["samples"] == exact_parts(five)["samples"][:3]
+        assert exact_parts(five) == exact_parts(plain().generate(PROMPTS[0], params_with(7, n=5, **warm))[0])
+        (one,) = llm.generate(PROMPTS[0], params_with(7, **warm))
         assert one.outputs[0].token_ids == five.outputs[0].token_ids
-        greedy = llm.generate(PROMPTS[0], asking(7, n=2, temperature=0.0))[0].outputs
+        greedy = llm.generate(PROMPTS[0], params_with(7, n=2, temperature=0.0))[0].outputs
         assert greedy[0].token_ids == greedy[1].token_ids
         assert_empty(llm)
 
 
 def test_seeds_are_reported_and_give_the_answer_again() -> None:
     llm = with_ngrams()
-    drawn = llm.generate([PROMPTS[0]] * 4, asking(None, n=2, temperature=3.0))
+    drawn = llm.generate([PROMPTS[0]] * 4, params_with(None, n=2, temperature=3.0))
     assert len({result.seed for result in drawn}) == 4
     assert len({sample for answers in tokens_of(drawn) for sample in answers}) == 8
     assert all(0 <= result.seed < 2**64 for result in drawn)
-    again = llm.generate([PROMPTS[0]] * 4, [asking(r.seed, n=2, temperature=3.0) for r in drawn])
-    assert list(map(seen, again)) == list(map(seen, drawn))
-    (negative,) = llm.generate(PROMPTS[0], asking(-1))
+    again = llm.generate([PROMPTS[0]] * 4, [params_with(r.seed, n=2, temperature=3.0) for r in drawn])
+    assert list(map(exact_parts, again)) == list(map(exact_parts, drawn))
+    (negative,) = llm.generate(PROMPTS[0], params_with(-1))
     assert negative.seed == 2**64 - 1
-    assert seen(llm.generate(PROMPTS[0], asking(negative.seed))[0]) == seen(negative)
+    assert exact_parts(llm.generate(PROMPTS[0], params_with(negative.seed))[0]) == exact_parts(negative)
 
 
 REFUSED: list[tuple[Callable[[LLM], object], type[ForerunError], str]] = [
@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[LLM], object], type[ForerunError], str]] = [
     (lambda llm: llm.generate("a", None, speculation=1.5), InvalidRequest, "speculation: 1.5 cannot be served"),
     (lambda llm: llm.generate("a", {"temperature": 1}), InvalidRequest, "sampling_params: "),
     (lambda llm: llm.generate(["a", "b"], []), InvalidRequest, "sampling_params: 0 sets of .* for 2 prompts"),
-    (lambda llm: llm.generate("a", asking(stop_token_ids=[512])), InvalidRequest, "stop_token_ids: .*512"),
+    (lambda llm: llm.generate("a", params_with(stop_token_ids=[512])), InvalidRequest, "stop_token_ids: .*512"),
     (lambda llm: llm.stream(5), InvalidRequest, "prompt: 5 is not a prompt"),
 ]
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_built_is_refused_with_a_way_out(
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
 def test_a_stream_is_the_answer_in_pieces(make: Callable[[], LLM], n: int) -> None:
-    llm, asked = make(), asking(3, n=n, logprobs=2, stop=["the"], max_tokens=24)
+    llm, asked = make(), params_with(3, n=n, logprobs=2, stop=["the"], max_tokens=24)
     deltas = list(llm.stream(PROMPTS[1], asked))
     (result,) = llm.generate(PROMPTS[1], asked)
     for sample in result.outputs:
@@ -196,14 +196,16 @@ def test_a_stream_is_the_answer_in_pieces(make: Callable[[], LLM], n: int) -> No
 @pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
 def test_closing_a_stream_frees_everything(make: Callable[[], LLM], num_read: int) -> None:
     llm = make()
-    stream = llm.stream(PROMPTS[1], asking(n=2, max_tokens=64), speculation=TREE)
+    stream = llm.stream(PROMPTS[1], params_with(n=2, max_tokens=64), speculation=TREE)
     read = [next(stream) for _ in range(num_read)]
     assert all(delta.finish_reason is None for delta in read)
     assert llm.engine.has_work == (num_read > 0)
     stream.close()
     assert_empty(llm)
     assert list(stream) == []
-    assert seen(llm.generate(PROMPTS[0], asking())[0]) == seen(plain().generate(PROMPTS[0], asking())[0])
+    assert exact_parts(llm.generate(PROMPTS[0], params_with())[0]) == exact_parts(
+        plain().generate(PROMPTS[0], params_with())[0]
+    )
 
 
 class Faulty(Exception):
@@ -212,7 +214,7 @@ class Faulty(Exception):
 
 def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
     """What plain decoding never asks of it must not end a request that is drafted."""
-    params = asking(3, max_tokens=24)
+    params = params_with(3, max_tokens=24)
     (answer,) = plain().generate(PROMPTS[0], params)[0].outputs
     prompt = plain().tokenizer.encode(PROMPTS[0])
     said = [*prompt, *answer.token_ids]
@@ -257,7 +259,9 @@ def assert_logprobs(found: Sequence[TokenLogprobs], tokens: tuple[int, ...], fir
 
 def test_logprobs_are_those_of_transformers() -> None:
     """Of the raw law, whatever transforms say, for prompt and answer, drafted or not."""
-    asked = asking(4, temperature=0.6, top_k=20, repetition_penalty=1.2, logprobs=5, prompt_logprobs=3, max_tokens=24)
+    asked = params_with(
+        4, temperature=0.6, top_k=20, repetition_penalty=1.2, logprobs=5, prompt_logprobs=3, max_tokens=24
+    )
     for llm, speculation in ((plain(), False), (with_model(), TREE), (with_ngrams(), 4)):
         for result in llm.generate(list(PROMPTS[:2]), asked, speculation=speculation):
             (answer,) = result.outputs
@@ -275,7 +279,7 @@ WISHES = (False, 1, None, 6, Speculation(3, 2, 5), True, 0, Speculation(5, 4, 16
 def test_requests_of_different_wishes_side_by_side(make: Callable[[], LLM]) -> None:
     llm = make()
     prompts = [PROMPTS[i % 5] for i in range(len(WISHES))]
-    params = [asking(seed, temperature=seed % 3 / 2, max_tokens=20 + seed) for seed in range(len(WISHES))]
+    params = [params_with(seed, temperature=seed % 3 / 2, max_tokens=20 + seed) for seed in range(len(WISHES))]
     streams = [llm.stream(p, q, speculation=wish) for p, q, wish in zip(prompts, params, WISHES, strict=True)]
     pieces = [[next(stream)] for stream in streams]
     assert len(llm.engine.sequences) > len(WISHES) // 2, "they are not side by side"
@@ -294,11 +298,12 @@ def test_requests_of_different_wishes_side_by_side(make: Callable[[], LLM]) -> N
 
 def test_a_drafter_can_be_named_by_its_arm_and_the_default_be_nothing() -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32", speculation=False)
-    expected = list(map(seen, plain().generate(list(PROMPTS), asking())))
-    assert list(map(seen, llm.generate(list(PROMPTS), asking()))) == expected
+    expected = list(map(exact_parts, plain().generate(list(PROMPTS), params_with())))
+    assert list(map(exact_parts, llm.generate(list(PROMPTS), params_with()))) == expected
     assert llm.stats.num_drafted == 0
     assert (
-        list(map(seen, llm.generate(list(PROMPTS), asking(), speculation=Speculation(4, drafter="ngram")))) == expected
+        list(map(exact_parts, llm.generate(list(PROMPTS), params_with(), speculation=Speculation(4, drafter="ngram"))))
+        == expected
     )
     assert llm.stats.num_drafted > 0
 
@@ -306,7 +311,7 @@ def test_a_drafter_can_be_named_by_its_arm_and_the_default_be_nothing() -> None:
 def test_progress_goes_from_nothing_to_all() -> None:
     seen_of: dict[str, list[float]] = {}
     llm = LLM(str(TARGET), dtype="float32", progress=lambda what, part: seen_of.setdefault(what, []).append(part))
-    params = [asking(max_tokens=3 + i) for i in range(4)]
+    params = [params_with(max_tokens=3 + i) for i in range(4)]
     llm.generate(list(PROMPTS[:4]), params, progress=lambda what, part: seen_of.setdefault(what, []).append(part))
     assert set(seen_of) == {f"loading {TARGET}", "generating"}
     for parts in seen_of.values():

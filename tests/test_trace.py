@@ -28,7 +28,7 @@ from forerun.trace.values import Trace, TracedRound
 from forerun.tree import DraftLaw, DraftTree
 from kit.checkpoints import SMALL, TARGET
 from kit.drafters import Stateless
-from kit.tracing import CASES, CHAIN, MODEL, PROMPT, TOP_K, TREE, Case, asking, cases, llm_of, traces
+from kit.tracing import CASES, CHAIN, MODEL, PROMPT, TOP_K, TREE, Case, cases, llm_of, params_with, traces
 
 
 @cache
@@ -189,7 +189,7 @@ def check_fates(round_: TracedRound) -> None:
 def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: Case) -> None:
     draft, verification, wish, temperature = case
     for told in traces(case):
-        params = asking(temperature, told.seed)
+        params = params_with(temperature, told.seed)
         answer = llm_of(draft, verification).generate(PROMPT, params, speculation=wish)[0].outputs[0]
         emitted = [token for round_ in told.rounds for token in round_.emitted]
         assert [token.token_id for token in emitted] == list(told.token_ids) == list(answer.token_ids)
@@ -220,24 +220,24 @@ def test_a_difference_from_plain_decoding_is_noticed(monkeypatch: pytest.MonkeyP
         return honest(prompts, replace(params, seed=1 + (params.seed or 0)), **others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(llm, "generate", other_seed)
-    assert trace(llm, PROMPT, asking(1.0, 3)).same_as_plain is False
+    assert trace(llm, PROMPT, params_with(1.0, 3)).same_as_plain is False
 
 
 def test_watching_leaves_nothing_behind_and_the_llm_as_it_was() -> None:
     llm = llm_of(MODEL)
-    engine, before = llm.engine, llm.generate(PROMPT, asking(1.0, 9), speculation=CHAIN)[0]
-    trace(llm, PROMPT, asking(1.0, 9), CHAIN)
+    engine, before = llm.engine, llm.generate(PROMPT, params_with(1.0, 9), speculation=CHAIN)[0]
+    trace(llm, PROMPT, params_with(1.0, 9), CHAIN)
     assert llm.engine is engine
     assert not engine.has_work
     assert engine.runner.cache.num_rows == 0
     assert isinstance(llm.drafter, ModelDrafter)
     assert not llm.drafter.sequences
-    assert llm.generate(PROMPT, asking(1.0, 9), speculation=CHAIN)[0] == before
+    assert llm.generate(PROMPT, params_with(1.0, 9), speculation=CHAIN)[0] == before
 
 
 def test_a_text_that_ends_within_an_accepted_run_ends_there() -> None:
     llm = llm_of(MODEL)
-    params = asking(0.0, 0, max_tokens=40)
+    params = params_with(0.0, 0, max_tokens=40)
     free = trace(llm, PROMPT, params, CHAIN)
     seen: set[int] = set()
     for round_ in free.rounds:
@@ -270,7 +270,7 @@ def test_the_end_token_is_told_and_not_part_of_the_text(wish: Speculation) -> No
 @pytest.mark.parametrize("prompt", ["Once", [1], PROMPT * 4])
 def test_prompts_of_any_length_are_read_before_anything_is_guessed(prompt: str | Sequence[int]) -> None:
     llm = LLM(str(TARGET), MODEL, dtype="float32", max_num_seqs=1, chunk_tokens=16)
-    told = trace(llm, prompt, asking(1.0, 5), CHAIN)
+    told = trace(llm, prompt, params_with(1.0, 5), CHAIN)
     first, *others = told.rounds
     assert first.num_prompt_tokens == (len(told.prompt_token_ids) - 1) % 16
     assert all(round_.num_prompt_tokens == 0 for round_ in others)
@@ -284,7 +284,7 @@ def test_prompts_of_any_length_are_read_before_anything_is_guessed(prompt: str |
 def test_every_transform_is_in_p_along_the_path_to_the_bit(wish: Speculation) -> None:
     banned = 400
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_p": 0.02}
-    params = asking(0.9, 6, banned_tokens=(banned,), max_tokens=24, **penalties)
+    params = params_with(0.9, 6, banned_tokens=(banned,), max_tokens=24, **penalties)
     drafted, plain = (trace(llm_of(draft), PROMPT, params, wish) for draft in (MODEL, None))
     told = [[(token.token_id, token.p) for r in t.rounds for token in r.emitted] for t in (drafted, plain)]
     assert told[0] == told[1]
@@ -306,7 +306,7 @@ class Declaring(Stateless):
 
 def test_a_law_that_comes_with_the_tree_is_the_q_that_is_told() -> None:
     llm = LLM(str(TARGET), Declaring(), dtype="float32", verification="token", max_num_seqs=1)
-    told = trace(llm, PROMPT, asking(1.0, 7), Speculation(1))
+    told = trace(llm, PROMPT, params_with(1.0, 7), Speculation(1))
     guesses = [guess for round_ in told.rounds for guess in round_.guesses]
     assert len({guess.token_id for guess in guesses}) == 3
     for guess in guesses:
@@ -316,7 +316,7 @@ def test_a_law_that_comes_with_the_tree_is_the_q_that_is_told() -> None:
 
 def test_a_trace_is_of_one_answer() -> None:
     with pytest.raises(InvalidRequest, match="n: 2 must be 1"):
-        trace(llm_of(None), PROMPT, asking(1.0, 0, n=2))
+        trace(llm_of(None), PROMPT, params_with(1.0, 0, n=2))
 
 
 def test_an_error_of_the_requests_own_code_is_raised() -> None:
@@ -324,7 +324,7 @@ def test_an_error_of_the_requests_own_code_is_raised() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        trace(llm_of(MODEL), PROMPT, asking(1.0, 0, logits_processors=(broken,)))
+        trace(llm_of(MODEL), PROMPT, params_with(1.0, 0, logits_processors=(broken,)))
     assert not llm_of(MODEL).engine.sequences
 
 

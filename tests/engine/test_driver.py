@@ -18,8 +18,8 @@ from forerun.errors import EngineClosed, RequestFailed
 from forerun.llm import LLM
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
-from kit.engines import PATIENCE_S, alone, asking
-from kit.oracles import seen
+from kit.engines import PATIENCE_S, alone, params_with
+from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
 
@@ -66,20 +66,20 @@ def test_answers_and_streams_from_many_threads_at_once() -> None:
     llm = shared()
 
     def answers(i: int) -> None:
-        found = llm.generate([PROMPTS[(i + k) % 5] for k in range(3)], [asking(i + k) for k in range(3)])
-        assert [seen(each) for each in found] == [alone(i + k) for k in range(3)]
+        found = llm.generate([PROMPTS[(i + k) % 5] for k in range(3)], [params_with(i + k) for k in range(3)])
+        assert [exact_parts(each) for each in found] == [alone(i + k) for k in range(3)]
 
     def stream(i: int) -> None:
         deltas = []
-        for delta in llm.stream(PROMPTS[i % 5], asking(i)):
+        for delta in llm.stream(PROMPTS[i % 5], params_with(i)):
             time.sleep(0.002 * (i % 3))
             deltas.append(delta)
         assert tokens_of(deltas) == said_alone(i)
 
     async def loop() -> None:
         async with AsyncLLM(llm) as front:
-            found = await asyncio.gather(*(front.generate(PROMPTS[i % 5], asking(i)) for i in range(6)))
-            assert [seen(each) for each in found] == [alone(i) for i in range(6)]
+            found = await asyncio.gather(*(front.generate(PROMPTS[i % 5], params_with(i)) for i in range(6)))
+            assert [exact_parts(each) for each in found] == [alone(i) for i in range(6)]
 
     for i in range(9):
         alone(i)
@@ -102,21 +102,21 @@ def test_a_request_that_cannot_be_queued_fails_by_name_and_alone(monkeypatch: py
 
     def unlucky() -> None:
         with pytest.raises(RequestFailed, match=r"could not be queued.*MemoryError"):
-            llm.generate(PROMPTS[0], asking(3, n=2))
+            llm.generate(PROMPTS[0], params_with(3, n=2))
 
     def lucky() -> None:
-        assert seen(llm.generate(PROMPTS[1], asking(1))[0]) == alone(1)
+        assert exact_parts(llm.generate(PROMPTS[1], params_with(1))[0]) == alone(1)
 
     async def both() -> None:
         async with AsyncLLM(llm) as front:
             good, bad = await asyncio.gather(
-                front.generate(PROMPTS[2], asking(2)),
-                front.generate(PROMPTS[0], asking(3, n=2)),
+                front.generate(PROMPTS[2], params_with(2)),
+                front.generate(PROMPTS[0], params_with(3, n=2)),
                 return_exceptions=True,
             )
             assert isinstance(bad, RequestFailed)
             assert not isinstance(good, BaseException)
-            assert seen(good) == alone(2)
+            assert exact_parts(good) == alone(2)
 
     for i in (1, 2):
         alone(i)
@@ -130,11 +130,11 @@ def test_a_stream_that_nobody_reads_blocks_nobody() -> None:
     llm, opened = shared(), []
 
     def open_one() -> None:
-        stream = llm.stream(PROMPTS[1], asking(1))
+        stream = llm.stream(PROMPTS[1], params_with(1))
         opened.append((stream, [next(stream)]))
 
     together(open_one)
-    found = together(*(lambda i=i: seen(llm.generate(PROMPTS[i % 5], asking(i))[0]) for i in range(4)))  # type: ignore[misc]
+    found = together(*(lambda i=i: exact_parts(llm.generate(PROMPTS[i % 5], params_with(i))[0]) for i in range(4)))  # type: ignore[misc]
     assert found == [alone(i) for i in range(4)]
     ((stream, deltas),) = opened
     assert tokens_of([*deltas, *stream]) == said_alone(1)
@@ -150,7 +150,7 @@ def test_a_stream_may_be_closed_anywhere_even_by_the_garbage_collector() -> None
         """Keeps a stream in a cycle, which only the collector breaks up."""
 
         def __init__(self) -> None:
-            self.me, self.stream = self, llm.stream(PROMPTS[0], asking(0, max_tokens=None, ignore_eos=True))
+            self.me, self.stream = self, llm.stream(PROMPTS[0], params_with(0, max_tokens=None, ignore_eos=True))
             next(self.stream)
 
         def __del__(self) -> None:
@@ -162,18 +162,18 @@ def test_a_stream_may_be_closed_anywhere_even_by_the_garbage_collector() -> None
         return logits
 
     Holder()  # to be collected within a round of this thread
-    found = llm.generate(PROMPTS[2], asking(2, logits_processors=[collecting], max_tokens=6))
+    found = llm.generate(PROMPTS[2], params_with(2, logits_processors=[collecting], max_tokens=6))
     assert found[0].outputs[0].token_ids == said_alone(2)[:6]
     assert closed
     assert_empty(llm)
 
     def busy() -> None:
         for i in range(3):
-            assert seen(llm.generate(PROMPTS[i], asking(i))[0]) == alone(i)
+            assert exact_parts(llm.generate(PROMPTS[i], params_with(i))[0]) == alone(i)
 
     def closing() -> None:
         for _ in range(2):
-            stream = llm.stream(PROMPTS[3], asking(3))
+            stream = llm.stream(PROMPTS[3], params_with(3))
             next(stream)
             del stream
             Holder()
@@ -199,14 +199,14 @@ def test_a_driver_that_cannot_go_on_leaves_the_seat_to_the_next(monkeypatch: pyt
         threading.current_thread().name = "unlucky"
         while not raised:
             try:
-                assert seen(llm.generate(PROMPTS[0], asking(0))[0]) == alone(0)
+                assert exact_parts(llm.generate(PROMPTS[0], params_with(0))[0]) == alone(0)
             except ConnectionError:
                 return
 
     def lucky() -> None:
         while not raised:
-            assert seen(llm.generate(PROMPTS[1], asking(1))[0]) == alone(1)
-        assert seen(llm.generate(PROMPTS[2], asking(2))[0]) == alone(2)
+            assert exact_parts(llm.generate(PROMPTS[1], params_with(1))[0]) == alone(1)
+        assert exact_parts(llm.generate(PROMPTS[2], params_with(2))[0]) == alone(2)
 
     together(unlucky, lucky)
     assert raised
@@ -215,7 +215,7 @@ def test_a_driver_that_cannot_go_on_leaves_the_seat_to_the_next(monkeypatch: pyt
 
 def test_cancelling_a_request_behind_its_readers_back_ends_the_stream() -> None:
     llm = shared()
-    stream = llm.stream(PROMPTS[0], asking(0, max_tokens=None, ignore_eos=True))
+    stream = llm.stream(PROMPTS[0], params_with(0, max_tokens=None, ignore_eos=True))
     next(stream)
     (sequence,) = llm.engine.sequences.values()
     llm.engine.cancel(sequence.request_id)
@@ -231,7 +231,7 @@ def test_closing_an_llm_tells_all_who_wait_in_whichever_thread() -> None:
         time.sleep(0.005)
         return logits
 
-    endless = asking(0, max_tokens=None, ignore_eos=True, logits_processors=[slow])
+    endless = params_with(0, max_tokens=None, ignore_eos=True, logits_processors=[slow])
 
     def reader() -> None:
         stream = llm.stream(PROMPTS[0], endless)

@@ -33,8 +33,8 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
-from kit.engines import PATIENCE_S, alone, asking, plain
-from kit.oracles import seen
+from kit.engines import PATIENCE_S, alone, params_with, plain
+from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
 NUM = 6
@@ -96,7 +96,7 @@ async def side_by_side(front: AsyncLLM, params: Sequence[SamplingParams]) -> Ans
     return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
 
 
-def answers(llm: LLM, params: Sequence[SamplingParams] = tuple(map(asking, range(NUM)))) -> Answers:
+def answers(llm: LLM, params: Sequence[SamplingParams] = tuple(map(params_with, range(NUM)))) -> Answers:
     """What becomes of them in a loop of their own."""
 
     async def main() -> Answers:
@@ -109,7 +109,7 @@ def answers(llm: LLM, params: Sequence[SamplingParams] = tuple(map(asking, range
 def assert_plain(found: Sequence[RequestOutput | BaseException]) -> None:
     for answer, expected in zip(found, map(alone, range(NUM)), strict=True):
         assert isinstance(answer, RequestOutput), repr(answer)
-        assert seen(answer) == expected
+        assert exact_parts(answer) == expected
 
 
 def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, late: bool = True) -> None:
@@ -230,7 +230,7 @@ def test_the_request_that_breaks_rounds_is_found_and_ends_alone(
     for i in others:
         answer = found[i]
         assert isinstance(answer, RequestOutput), repr(answer)
-        assert seen(answer) == alone(i)
+        assert exact_parts(answer) == alone(i)
     failed = found[2]
     assert isinstance(failed, RoundFailed)
     assert isinstance(failed.__cause__, Sabotage)
@@ -300,7 +300,7 @@ def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.M
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner, "read", breaks_on(llm.engine.runner, lambda read: True))
-        found = answers(llm, [asking(i, n=1 + i % 3) for i in range(NUM)])
+        found = answers(llm, [params_with(i, n=1 + i % 3) for i in range(NUM)])
         assert all(isinstance(answer, RoundFailed) for answer in found)
         with pytest.raises(RoundFailed, match="rounds with it raise Sabotage, even without others"):
             llm.generate(list(PROMPTS))
@@ -310,7 +310,7 @@ def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.M
 
 def stepped(llm: LLM) -> list[list[int] | Exception]:
     """What becomes of the requests where one loop steps the engine: tokens, or what ended them."""
-    sequences = [llm.requests.sequences(Request.of(PROMPTS[i % 5], asking(i)))[0] for i in range(NUM)]
+    sequences = [llm.requests.sequences(Request.of(PROMPTS[i % 5], params_with(i)))[0] for i in range(NUM)]
     found: dict[int, list[int] | Exception] = {sequence.id: [] for sequence in sequences}
     for sequence in sequences:
         llm.engine.submit(sequence)
@@ -398,13 +398,13 @@ def test_an_engine_that_cannot_recover_ends_requests_and_goes_on_when_it_can(mon
 
     async def main() -> None:
         async with AsyncLLM(llm) as front:
-            params = list(map(asking, range(NUM)))
+            params = list(map(params_with, range(NUM)))
             with monkeypatch.context() as patch:
                 for where in ("runner.read", "runner.clear"):
                     break_(llm, where, lacking, patch, late=True)
                 for _ in range(2):
                     assert [type(answer) for answer in await side_by_side(front, params)] == [OutOfMemory] * NUM
-                given_up = asyncio.create_task(front.generate(PROMPTS[0], asking(0)))
+                given_up = asyncio.create_task(front.generate(PROMPTS[0], params_with(0)))
                 await asyncio.sleep(0)
                 given_up.cancel()
             assert_plain(await side_by_side(front, params))
@@ -445,10 +445,10 @@ def raising(error: BaseException, length: int) -> Callable[[Sequence[int], Tenso
 def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseException, length: int) -> None:
     """Even what would end a program, a task or a loop elsewhere: it comes as RequestFailed then."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
-    params = [asking(i) for i in range(NUM)]
-    params[1] = asking(1, logits_processors=[raising(error, length)], n=2)
+    params = [params_with(i) for i in range(NUM)]
+    params[1] = params_with(1, logits_processors=[raising(error, length)], n=2)
     found = answers(llm, params)
-    assert_plain([*found[:1], plain().generate([PROMPTS[1]], asking(1))[0], *found[2:]])
+    assert_plain([*found[:1], plain().generate([PROMPTS[1]], params_with(1))[0], *found[2:]])
     failed = found[1]
     if isinstance(error, Sabotage):
         assert failed is error
@@ -463,11 +463,11 @@ def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseExce
 def test_the_same_without_an_event_loop(error: BaseException) -> None:
     """A KeyboardInterrupt gets through: nobody can tell it from Ctrl-C. The stream beside it goes on unharmed."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
-    stream = llm.stream(PROMPTS[0], asking(0))
+    stream = llm.stream(PROMPTS[0], params_with(0))
     deltas = [next(stream)]
     kind = type(error) if isinstance(error, Sabotage | KeyboardInterrupt) else RequestFailed
     with pytest.raises(kind):
-        llm.generate(PROMPTS[1], asking(1, logits_processors=[raising(error, 9)]))
+        llm.generate(PROMPTS[1], params_with(1, logits_processors=[raising(error, 9)]))
     deltas += stream
     (expected,) = alone(0)["samples"]  # type: ignore[misc]
     assert tuple(token for delta in deltas for token in delta.token_ids) == expected[1]
@@ -480,9 +480,9 @@ def test_a_processor_that_asks_its_own_llm_is_refused() -> None:
     llm = LLM(str(TARGET), dtype="float32")
 
     def nested(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        llm.generate("The", asking(0))
+        llm.generate("The", params_with(0))
         return logits
 
     with pytest.raises(Exception, match="cannot wait for an answer from the same engine"):
-        llm.generate("The", asking(0, logits_processors=[nested]))
+        llm.generate("The", params_with(0, logits_processors=[nested]))
     assert_empty(llm)

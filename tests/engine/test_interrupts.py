@@ -23,7 +23,7 @@ from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
-from kit.oracles import seen
+from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 from kit.unchecked import unchecked
 
@@ -31,7 +31,7 @@ SOURCE = str(Path(llm_module.__file__).parent)
 DRAFTS = (None, "ngram", f"model:{SMALL}", "early-exit:2", "mix[suffix,early-exit:1]")
 
 
-def asking(seed: int) -> SamplingParams:
+def params_with(seed: int) -> SamplingParams:
     """One stops at a string, for which text is held back over rounds; one scores its prompt; one has two samples."""
     return SamplingParams(
         temperature=seed % 3 / 2,
@@ -53,7 +53,7 @@ def llm_with(draft: str | None) -> LLM:
 @cache
 def alone(i: int) -> tuple[object, ...]:
     """What plain decoding gives, by sample: tokens, text, log-probabilities, and how it ends."""
-    (result,) = llm_with(None).generate(PROMPTS[i], asking(i))
+    (result,) = llm_with(None).generate(PROMPTS[i], params_with(i))
     return tuple((c.token_ids, c.text, c.logprobs, c.finish_reason) for c in result.outputs)
 
 
@@ -95,11 +95,11 @@ class Interrupt:
 
 def beside(llm: LLM, interrupt: Callable[[Callable[[], object]], object], num_before: int) -> None:
     """Three streams under way, and a fourth that is interrupted; the three go on to what each alone gives."""
-    streams = [llm.stream(PROMPTS[i], asking(i)) for i in (0, 1, 2)]
+    streams = [llm.stream(PROMPTS[i], params_with(i)) for i in (0, 1, 2)]
     heard: list[list[Delta]] = [[], [], []]
     for turn in range(num_before):
         heard[turn % 3] += [delta for delta in [next(streams[turn % 3], None)] if delta is not None]
-    victim = llm.stream(PROMPTS[3], asking(3))
+    victim = llm.stream(PROMPTS[3], params_with(3))
     interrupt(lambda: list(victim))
     victim.close()
     for own, stream in zip(heard, streams, strict=True):
@@ -140,7 +140,9 @@ def test_an_interrupt_anywhere_in_a_round_costs_no_other_stream_a_token(
         for trial in range(num_trials):
             at = rng.randrange(1, whole.count if trial % 2 else whole.count // 4)
             beside(llm, Interrupt(at).during, rng.randrange(7))
-        assert seen(llm.generate(PROMPTS[4], asking(4))[0]) == seen(llm_with(None).generate(PROMPTS[4], asking(4))[0])
+        assert exact_parts(llm.generate(PROMPTS[4], params_with(4))[0]) == exact_parts(
+            llm_with(None).generate(PROMPTS[4], params_with(4))[0]
+        )
     assert llm.engine.drafter is llm.drafter
 
 
@@ -177,7 +179,7 @@ def test_real_signals_at_random_times() -> None:
     caught: list[bool] = []
     with unchecked():
         started_s = time.perf_counter()
-        list(llm.stream(PROMPTS[3], asking(3)))
+        list(llm.stream(PROMPTS[3], params_with(3)))
         taken_s = time.perf_counter() - started_s
         for trial in range(12):
             during = signalled([rng.uniform(1e-4, taken_s)])

@@ -15,7 +15,7 @@ from heads.adapters import strange_adapter
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.checkpoints import EMBEDDING, TARGET, read_json
-from kit.references import attention, normed, turned, with_mlp
+from kit.references import attention, rms_norm, rotated, with_mlp
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, DEPTH = 4, 2, 16, 2, 4
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -34,22 +34,22 @@ class EagleReference:
         """The target's states as one."""
         if "fc_norm" in self.options:
             gains = torch.stack([self.w[f"fc_norm.{tap}.weight"] for tap in range(3)])
-            taps = normed(taps, gains)
+            taps = rms_norm(taps, gains)
         joined = taps.flatten(1)
-        joined = normed(joined, self.w["input_norm.weight"]) if "norm_before_fc" in self.options else joined
+        joined = rms_norm(joined, self.w["input_norm.weight"]) if "norm_before_fc" in self.options else joined
         return joined @ self.w["fc.weight"].T
 
     def output(self, embedded: Tensor, states: Tensor) -> Tensor:
         """What later guesses read."""
-        own = normed(states, self.w["midlayer.hidden_norm.weight"])
-        read = torch.cat([normed(embedded, self.w["midlayer.input_layernorm.weight"]), own], -1)
+        own = rms_norm(states, self.w["midlayer.hidden_norm.weight"])
+        read = torch.cat([rms_norm(embedded, self.w["midlayer.input_layernorm.weight"]), own], -1)
         residual = own if "norm_before_residual" in self.options else states
         x = with_mlp(self.w, "midlayer.", residual + attention(self.w, "midlayer.", read, HEADS, KV_HEADS))
-        return normed(x, self.w["norm.weight"]) if "norm_output" in self.options else x
+        return rms_norm(x, self.w["norm.weight"]) if "norm_output" in self.options else x
 
     def token(self, output: Tensor) -> int:
         """The likeliest."""
-        x = output if "norm_output" in self.options else normed(output, self.w["norm.weight"])
+        x = output if "norm_output" in self.options else rms_norm(output, self.w["norm.weight"])
         best = int((self.w["lm_head.weight"] @ x).argmax())
         return best + int(self.w["d2t"][best])
 
@@ -79,26 +79,26 @@ class FirstEagleReference(EagleReference):
 
 def block_states(w: dict[str, Tensor], places: Tensor, taps: Tensor, causal: bool) -> Tensor:
     """The normed states behind a block's places: `places` are embeddings, `taps` the states of all text before it."""
-    context = normed(taps.flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+    context = rms_norm(taps.flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
     x, root, count = places, len(taps), len(places)
     for layer in range(LAYERS):
         own = {name.removeprefix(f"layers.{layer}."): t for name, t in w.items() if name.startswith(f"layers.{layer}.")}
-        inner = normed(x, own["input_layernorm.weight"])
+        inner = rms_norm(x, own["input_layernorm.weight"])
         q = (inner @ own["self_attn.q_proj.weight"].T).view(-1, HEADS, HEAD_DIM)
         both = torch.cat([context, inner])
         k, v = ((both @ own[f"self_attn.{name}_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM) for name in "kv")
-        q = turned(normed(q, own["self_attn.q_norm.weight"]), root)
-        k = turned(normed(k, own["self_attn.k_norm.weight"]), 0)
+        q = rotated(rms_norm(q, own["self_attn.q_norm.weight"]), root)
+        k = rotated(rms_norm(k, own["self_attn.k_norm.weight"]), 0)
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(0, 1) for t in (k, v))
         scores = q.transpose(0, 1) @ k.mT / math.sqrt(HEAD_DIM)
         if causal:
             scores = scores.masked_fill(torch.ones(count, root + count).triu(root + 1).bool(), -math.inf)
         mixed = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
         x = x + mixed @ own["self_attn.o_proj.weight"].T
-        inner = normed(x, own["post_attention_layernorm.weight"])
+        inner = rms_norm(x, own["post_attention_layernorm.weight"])
         gate, up = (inner @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate * gate.sigmoid() * up) @ own["mlp.down_proj.weight"].T
-    return normed(x, w["norm.weight"])
+    return rms_norm(x, w["norm.weight"])
 
 
 def block_guesses(

@@ -29,7 +29,7 @@ from heads.modules import NAMES, apart, shipped_with
 from kit.assertions import num_accepted, tokens_of
 from kit.checkpoints import TARGET, read_json, rewritten
 from kit.gguf_files import write_gguf
-from kit.references import attention, normed, with_mlp
+from kit.references import attention, rms_norm, with_mlp
 from kit.sparse import write_architecture, write_sparse
 from kit.texts import STARTS
 from models.test_gguf import metadata_of
@@ -42,7 +42,7 @@ Proposals = list[tuple[list[int], list[int]]]  # a text up to its root, and the 
 
 def layer_output(w: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
     """A decoder layer over a whole text."""
-    inner = normed(x, w[f"{place}input_layernorm.weight"])
+    inner = rms_norm(x, w[f"{place}input_layernorm.weight"])
     return with_mlp(w, place, x + attention(w, place, inner, HEADS, KV_HEADS))
 
 
@@ -58,10 +58,10 @@ def reference_guesses(
         module = min(step, count - 1)
         names = {key: n.format(module + LAYERS * (naming == "deepseek")) for key, n in NAMES[naming].items()}
         tokens = torch.tensor(whole[1 + module : 1 + module + places + step - module])
-        embedded = normed(w.get(names.get("table", ""), table)[tokens], w[names["e"]])
-        pair = [embedded, normed(states, w[names["h"]])]
+        embedded = rms_norm(w.get(names.get("table", ""), table)[tokens], w[names["e"]])
+        pair = [embedded, rms_norm(states, w[names["h"]])]
         x = torch.cat(pair[::-1] if naming == "mimo" else pair, dim=1) @ w[names["projection"]].T
-        outputs = normed(layer_output(w, names["layer"], x), w[names["norm"]])
+        outputs = rms_norm(layer_output(w, names["layer"], x), w[names["norm"]])
         whole.append(int((outputs[-1] @ w.get(names.get("head", ""), w.get("lm_head.weight", table)).T).argmax()))
         states = outputs if step < count - 1 else torch.cat([states, outputs[-1:]])
     return whole[len(text) :]

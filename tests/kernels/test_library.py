@@ -23,7 +23,7 @@ from forerun.models.choice import cpu_backend
 from forerun.models.loading import Blueprint
 from forerun.store import cache_folder
 from kit.checkpoints import TARGET
-from kit.computer import Computer, forget, restart, script, shared_library, warnings_of, works
+from kit.computer import Computer, forget, restart, script, shared_library, warnings_of, library_works
 
 NOBODY = 65534
 
@@ -34,12 +34,12 @@ def test_the_library_is_compiled_once_and_kept_for_its_user_alone(
     told: list[str] = []
     for _ in range(3):
         assert library.library(lambda what, _: told.append(what)) is library.library()
-        assert works()
+        assert library_works()
         restart()
     assert computer.num_compiled == 1
     assert told == ["compiling kernels, once on this machine"]
-    assert sorted(path.suffix for path in computer.kept.iterdir()) == [".lock", ".sha256", ".so"]
-    for path in (computer.kept, computer.kept.parent, computer.file(".so"), computer.file(".sha256")):
+    assert sorted(path.suffix for path in computer.cache_folder.iterdir()) == [".lock", ".sha256", ".so"]
+    for path in (computer.cache_folder, computer.cache_folder.parent, computer.file(".so"), computer.file(".sha256")):
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
     assert not warnings_of(caplog)
     assert not list((computer.folder / "tmp").iterdir())
@@ -78,11 +78,11 @@ DAMAGES: dict[str, Callable[[Computer], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library_is_made_anew(computer: Computer, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     """Were it loaded, a truncated one would kill the process (SIGBUS)."""
-    assert works()
+    assert library_works()
     restart()
     DAMAGES[damage](computer)
     for _ in range(2):
-        assert works()
+        assert library_works()
         assert computer.num_compiled == 2
         restart()
     (said,) = warnings_of(caplog)
@@ -109,7 +109,7 @@ def test_a_planted_library_is_not_run(
     computer: Computer, foreign: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One with a sound digest beside it, in a cache folder that users share, in files or folders that are not ours."""
-    assert works()
+    assert library_works()
     restart()
     mark = computer.folder / "planted code ran"
     planted = shared_library(
@@ -119,13 +119,13 @@ def test_a_planted_library_is_not_run(
     )
     computer.store().keep(planted.read_bytes())
     if foreign == "link to kernels":
-        computer.kept.rename(computer.kept.with_name("elsewhere"))
-        computer.kept.symlink_to("elsewhere")
-        give_away(computer.kept, monkeypatch)
+        computer.cache_folder.rename(computer.cache_folder.with_name("elsewhere"))
+        computer.cache_folder.symlink_to("elsewhere")
+        give_away(computer.cache_folder, monkeypatch)
     else:
-        (path,) = computer.kept.parent.glob(foreign) if foreign != "." else (computer.kept.parent,)
+        (path,) = computer.cache_folder.parent.glob(foreign) if foreign != "." else (computer.cache_folder.parent,)
         give_away(path, monkeypatch)
-    assert works()
+    assert library_works()
     assert not mark.exists()
     assert computer.num_compiled == 2
     (said,) = warnings_of(caplog)
@@ -133,10 +133,10 @@ def test_a_planted_library_is_not_run(
 
 
 def test_a_folder_that_others_may_write_to_is_closed_to_them(computer: Computer) -> None:
-    computer.kept.mkdir(parents=True)
-    computer.kept.chmod(0o777)
-    assert works()
-    assert stat.S_IMODE(computer.kept.stat().st_mode) == 0o755
+    computer.cache_folder.mkdir(parents=True)
+    computer.cache_folder.chmod(0o777)
+    assert library_works()
+    assert stat.S_IMODE(computer.cache_folder.stat().st_mode) == 0o755
 
 
 def nowhere(name: str) -> Callable[[Computer, pytest.MonkeyPatch], None]:
@@ -207,7 +207,7 @@ def test_without_a_cache_folder_a_folder_for_this_user_takes_its_place(
         monkeypatch.setitem(sys.modules, "platformdirs", None)
     UNUSABLE[why](computer, monkeypatch)
     for _ in range(3):
-        assert works()
+        assert library_works()
         assert computer.num_compiled == 1
         restart()
     substitute = computer.folder / "tmp" / f"forerun-{os.geteuid()}"
@@ -251,14 +251,14 @@ def test_without_any_safe_folder_each_start_compiles_and_says_so(
     if unsafe != "the disk is full":
         nowhere("XDG_CACHE_HOME")(computer, monkeypatch)
     UNSAFE[unsafe](computer, monkeypatch)
-    assert works()
-    assert works()
+    assert library_works()
+    assert library_works()
     assert computer.num_compiled == 1
     (said,) = warnings_of(caplog)
     assert "every start compiles them again, which can take a minute or two" in said
     assert "set XDG_CACHE_HOME to a folder of your own" in said
     restart()
-    assert works()
+    assert library_works()
     assert computer.num_compiled == 2
     assert not list(computer.folder.rglob("kernels/*.so"))
 
@@ -269,7 +269,7 @@ def test_a_shared_folder_in_which_nobody_may_replace_folders_of_others_is_good_e
     nowhere("XDG_CACHE_HOME")(computer, monkeypatch)
     (computer.folder / "tmp").chmod(0o1777)
     for _ in range(2):
-        assert works()
+        assert library_works()
         restart()
     assert computer.num_compiled == 1
 

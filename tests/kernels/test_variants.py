@@ -18,7 +18,7 @@ from forerun.kernels.build import NoKernels
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.kernels.variants import VARIANTS, Variant, runnable
 from forerun.models.backends.native_check import find_kernels
-from kit.computer import Computer, forget, restart, script, warnings_of, works
+from kit.computer import Computer, forget, library_works, restart, script, warnings_of
 
 SRC = Path(library.__file__).resolve().parents[2]
 OLD = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm"
@@ -73,7 +73,7 @@ def test_a_processor_gets_the_best_library_that_it_can_run(
     names = become(name, computer, monkeypatch)
     carry(computer, [variant.name for variant in VARIANTS])
     assert [variant.name for variant in runnable()] == names
-    assert works()
+    assert library_works()
     assert loaded() == names[0] if names else loaded() not in PROCESSORS
     assert computer.num_compiled == (0 if names else 1)
 
@@ -96,9 +96,9 @@ def test_a_wheel_needs_no_compiler_and_no_folder_to_write_to(
     carry(computer, ["avx2"])
     for setting in ("CXX", "HOME", "XDG_CACHE_HOME", "TMPDIR"):
         monkeypatch.setenv(setting, "/dev/null")
-    assert works()
+    assert library_works()
     assert not computer.num_compiled
-    assert not computer.kept.exists()
+    assert not computer.cache_folder.exists()
     assert not warnings_of(caplog)
 
 
@@ -108,7 +108,7 @@ def test_without_a_library_for_the_processor_it_compiles_or_torch_computes(
 ) -> None:
     become("Haswell", computer, monkeypatch)
     carry(computer, carried)
-    assert works()
+    assert library_works()
     assert computer.num_compiled == 1
     restart()
     monkeypatch.setenv("CXX", "/dev/null")
@@ -124,7 +124,7 @@ def test_a_wheels_library_that_cannot_be_loaded_is_replaced(
     become("Ice Lake", computer, monkeypatch)
     carry(computer, ["avx2"])
     (library.WHEEL / "avx512.so").write_bytes(b"not a library")
-    assert works()
+    assert library_works()
     assert computer.num_compiled == 1
     (said,) = warnings_of(caplog)
     assert "avx512.so cannot be loaded" in said
@@ -134,10 +134,10 @@ def test_a_cache_from_another_processor_is_left_alone(computer: Computer, monkey
     """Machines that share a home have a library each."""
     for count, name in enumerate(["Haswell", "Sapphire Rapids", "Graviton", "Haswell", "Sapphire Rapids"]):
         become(name, computer, monkeypatch)
-        assert works()
+        assert library_works()
         assert computer.num_compiled == min(count + 1, 3)
         restart()
-    assert len(list(computer.kept.glob("*.so"))) == 3
+    assert len(list(computer.cache_folder.glob("*.so"))) == 3
 
 
 @pytest.mark.parametrize("carried", [True, False])
@@ -148,7 +148,7 @@ def test_a_variant_that_is_asked_for_is_the_one_in_use(
     carry(computer, names if carried else [])
     for name in names:
         monkeypatch.setenv("FORERUN_ISA", name)
-        assert works()
+        assert library_works()
         (variant,) = (variant for variant in VARIANTS if variant.name == name)
         if carried:
             assert loaded() == name
@@ -157,7 +157,7 @@ def test_a_variant_that_is_asked_for_is_the_one_in_use(
         restart()
     assert computer.num_compiled == (0 if carried else len(names))
     monkeypatch.setenv("FORERUN_ISA", "native")
-    assert works()
+    assert library_works()
     assert "-march=native" in computer.last_arguments
 
 
@@ -174,7 +174,7 @@ def test_a_variant_that_this_machine_cannot_run_is_an_error(
             find_sampling_kernels()
     assert find_kernels("torch", torch.float32) is None
     monkeypatch.setenv("FORERUN_ISA", "")
-    assert works()
+    assert library_works()
 
 
 PROGRAM = "from forerun.kernels import library; print(library.library().answer())"

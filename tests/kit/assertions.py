@@ -1,4 +1,4 @@
-"""What tests of several drafters claim: acceptance that a reference gives too, and drafts that change no token."""
+"""Assertions for tests of several drafters: acceptance equal to a reference's, and drafts that change no token."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,24 +19,24 @@ from kit.texts import STARTS, VOCAB
 
 
 def tokens_of(results: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
-    """What all samples say."""
+    """The token ids of all samples."""
     return [sample.token_ids for result in results for sample in result.outputs]
 
 
 def num_accepted(model: Path, draft: str, depth: int, params: SamplingParams) -> tuple[int, int]:
-    """How many guesses of chains of this depth are drafted, and accepted."""
+    """The numbers of drafted and accepted tokens for chains of this depth."""
     with LLM(str(model), draft, dtype="float32", speculation=Speculation(depth)) as llm:
         llm.generate(list(STARTS), params)
         return llm.stats.num_drafted, llm.stats.num_accepted
 
 
 def assert_acceptance(
-    model: Path, llm: LLM, depth: int, params: SamplingParams, guesses: Callable[[list[int], Tensor], list[int]]
+    model: Path, llm: LLM, depth: int, params: SamplingParams, reference_draft: Callable[[list[int], Tensor], list[int]]
 ) -> int:
-    """That chains of this depth are accepted as these guesses would be; the number of them that would.
+    """Assert that chains of this depth are accepted as those of `reference_draft` would be; the number accepted.
 
-    Guesses are asked for at the places where the engine's rounds begin: with a text up to its root, and the states of
-    the drafter's taps behind all of it but the root.
+    `reference_draft` is called where the engine's rounds begin: with a text up to its root, and the states of the
+    drafter's taps for all of it but the root.
     """
     runner, offered, right = Blueprint.of(str(model), dtype="float32").load(1024), [0] * depth, [0] * depth
     assert llm.drafter is not None
@@ -46,10 +46,10 @@ def assert_acceptance(
         taps = runner.read([Read(seq_id, text)], taps=llm.drafter.taps).taps
         assert taps is not None
         while root < len(text) - 1:  # the first token of an answer comes with the prompt, and is the first root
-            drafted = guesses(text[: root + 1], taps[:root])[: min(depth, len(text) - root - 2)]
-            pairs = zip(drafted, text[root + 1 :], strict=False)
+            draft_tokens = reference_draft(text[: root + 1], taps[:root])[: min(depth, len(text) - root - 2)]
+            pairs = zip(draft_tokens, text[root + 1 :], strict=False)
             accepted = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            for place in range(min(len(drafted), accepted + 1)):
+            for place in range(min(len(draft_tokens), accepted + 1)):
                 offered[place] += 1
                 right[place] += place < accepted
             root += 1 + accepted
@@ -65,7 +65,10 @@ def accepted_by_shape(
     params: SamplingParams,
     verification: Verification = "coupled",
 ) -> dict[str, int]:
-    """How many guesses are accepted in each shape of draft. Each says what plain decoding says, and leaves nothing."""
+    """The number of accepted tokens for each shape of draft.
+
+    Asserts that the output is that of plain decoding and that the drafter holds no state afterwards.
+    """
     plain, counts = tokens_of(LLM(str(model), dtype="float32").generate(list(STARTS), params)), {}
     for name, shape in shapes.items():
         llm = LLM(str(model), draft, dtype="float32", speculation=shape, verification=verification)
@@ -81,7 +84,7 @@ def accepted_by_shape(
 
 
 def assert_same(draft: Draft, expected: Draft) -> None:
-    """Equal to the bit: guesses, laws, confidence."""
+    """Assert that tokens, parents, survival and laws are equal to the bit."""
     for name in ("tokens", "parents"):
         assert torch.equal(getattr(draft.tree, name), getattr(expected.tree, name)), name
     assert (draft.survival is None) == (expected.survival is None)
@@ -94,7 +97,7 @@ def assert_same(draft: Draft, expected: Draft) -> None:
 
 
 def assert_empty(llm: LLM) -> None:
-    """No text, no keys and values, no index is held for anyone, and nobody waits for a round."""
+    """Assert that the engine holds no text, cache row or index of any sequence, and that no job waits for a round."""
     engine, runners = llm.engine, [llm.engine.runner]
     held = [engine.sequences, engine.scheduler.running, engine.scheduler.waiting, engine.active.readers]
     held += [engine.active.samples, llm.driver.jobs, llm.driver.seat]

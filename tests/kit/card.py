@@ -1,8 +1,8 @@
-"""A card that is not there: tensors that say they are on a GPU and are computed on the CPU, and what would go wrong.
+"""An imagined GPU: tensors that claim to be on a GPU and are computed on the CPU, with checks of their use.
 
-What mixes them with tensors of the host, as a GPU refuses, raises. What the host would wait for is counted, by name:
-copies to the host, and copies to the card that are not asynchronous. So is what it sends to the card: operations that
-are no views, each by itself or as a graph of many.
+An operation that mixes them with tensors of the host raises, as a GPU would. Operations for which the host would wait
+are recorded by name: copies to the host, and copies to the GPU that are not asynchronous. So are the operations that
+the host sends to the GPU: those that are no views, each by itself or as one graph of many.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WAITS = (aten.nonzero.default, aten._local_scalar_dense.default, aten.equal.defa
 
 
 class OnCard(Tensor):
-    """A tensor on the card, whose numbers are `inner`'s."""
+    """A tensor on the imagined GPU, whose numbers are those of `inner`."""
 
     inner: Tensor
 
@@ -63,9 +63,9 @@ def inner_of(x: object) -> object:
 
 @dataclass
 class Seen:
-    """What the host waited for, what it sent to the card, and whether a graph is running, which it sent as one.
+    """The host's waits, the operations that it sent to the GPU, and whether a graph is running (sent as one operation).
 
-    `refuses` raises for operators that the card does not have, or numbers.
+    `refuses` raises for operators or number formats that the GPU does not have.
     """
 
     waits: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Seen:
         self.sent.clear()
 
     def run(self, key: object, body: Callable[[], Any]) -> Any:
-        """A graph's function, if it has a key."""
+        """Run a graph's function; with a key it counts as one operation."""
         if key is None or self.replaying:
             return body()
         self.sent.append("graph")
@@ -91,14 +91,14 @@ class Seen:
 
 
 def submit(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> None:
-    """Requests for the engine, whose steps are the caller's."""
+    """Submit requests to the engine; the caller runs its steps."""
     for prompt in prompts:
         for sequence in llm.requests.sequences(Request.of(prompt, params)):
             llm.engine.submit(sequence)
 
 
 class CardMode(TorchDispatchMode):
-    """Computes on the CPU, and judges what is asked for."""
+    """Computes on the CPU, and checks and records every operation."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class CardMode(TorchDispatchMode):
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of the card's memory that are held at once by tensors made while this is on."""
+    """Counts the bytes of GPU memory that tensors made within it hold at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Held(TorchDispatchMode):
 
 
 class CardFunctions(TorchFunctionMode):
-    """What of torch's functions does not reach the dispatcher."""
+    """Handles those of torch's functions that do not reach the dispatcher."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class CardFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def indexed(self, func: Callable[..., Any], args: Sequence[Any]) -> object:
-        """What indices in brackets give, of which a GPU sees tensors alone."""
+        """The result of indexing, where a GPU receives tensor indices only."""
         by = args[1] if isinstance(args[1], tuple) else args[1:2]
         if not self.seen.replaying and (len(args) > 2 or any(isinstance(each, (list, Tensor)) for each in by)):
             self.seen.sent.append(func.__name__)
@@ -217,7 +217,7 @@ class CardFunctions(TorchFunctionMode):
 
 @contextmanager
 def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
-    """A machine with a card, for as long as this lasts."""
+    """Within it the machine has a GPU; yields the record of the host's waits and operations."""
     seen = Seen()
 
     def run(_graphs: Graphs, key: object, body: Callable[[], Any]) -> Any:
@@ -240,7 +240,7 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
 @contextmanager
 def imagined_mps(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[Any, Sequence[Tensor]], None]) -> Iterator[Seen]:
-    """A machine with Apple's GPU, for as long as this lasts: what is CUDA's or Triton's fails."""
+    """Within it the machine has Apple's GPU, and CUDA and Triton fail."""
     seen = Seen(card=MPS, refuses=refuses)
 
     def refused(*_: object, **__: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Where the repository keeps what tests read, the models above all; and checkpoints that tests write."""
+"""The paths of the models and data in the repository; and functions that write checkpoints for tests."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SRC, DATA = ROOT / "src", ROOT / "tests" / "data"
 TARGET = DATA / "stories260k"  # a Llama of 260 k parameters, 64 wide, 5 layers, 512 positions: most tests' target
 SMALL = DATA / "stories280k"  # trained apart from the target on the same tokenizer; 256 positions
-EMBEDDING = "model.embed_tokens.weight"  # which is the target's head too
+EMBEDDING = "model.embed_tokens.weight"  # tied: the target's output head too
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -22,7 +22,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def written(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Path:
-    """A folder with these fields and weights, made where it is not there."""
+    """Write a checkpoint with this configuration and these weights; its folder, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -32,7 +32,7 @@ def written(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Te
 def rewritten(
     folder: Path, tensors: Mapping[str, Tensor | None], keys: Mapping[str, object], into: Path | None = None
 ) -> Path:
-    """The folder with other tensors and keys, changed in place or written `into` another; None takes a tensor out."""
+    """Change tensors and config keys of a checkpoint, in place or `into` another folder; None removes a tensor."""
     path = folder / "model.safetensors"
     stored = (load_file(path) if path.exists() else {}) | dict(tensors)
     kept = {name: tensor for name, tensor in stored.items() if tensor is not None}

@@ -1,4 +1,4 @@
-"""The command in this process: its result, or the line that it says of a mistake. And Python in one of its own."""
+"""Runs the `forerun` command in this process, for its result or error message; and Python in a new process."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from kit.unchecked import unchecked
 
 
 def command(*words: str, stdin: str | None = None, **env: str | None) -> Result:
-    """The result of a command; the number of threads stays what it was."""
+    """The result of a command, run in this process; the number of threads is restored."""
     clean = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm", "COLUMNS": "200", "OPENAI_API_KEY": ""}
     before = torch.get_num_threads()
     try:
@@ -24,7 +24,7 @@ def command(*words: str, stdin: str | None = None, **env: str | None) -> Result:
 
 
 def refusal(*words: str, stdin: str | None = None, **env: str | None) -> str:
-    """What a command says of a mistake: one line, status 2, and nothing on standard output."""
+    """The error message of a refused command; asserts one line, status 2 and empty standard output."""
     result = command(*words, stdin=stdin, **env)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -34,6 +34,6 @@ def refusal(*words: str, stdin: str | None = None, **env: str | None) -> str:
 
 
 def apart(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """What Python with these arguments says in a process of its own, which finds this package."""
+    """The result of Python with these arguments in a new process that can import forerun."""
     env = os.environ | {"PYTHONPATH": str(SRC)} | env
     return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False, timeout=600)

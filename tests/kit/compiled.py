@@ -1,4 +1,4 @@
-"""Tests of the compiled kernels need a C++ compiler, as the kernels do; what it makes is kept for further runs."""
+"""For tests of the compiled kernels: they need a C++ compiler, and compiled libraries are cached for later runs."""
 
 import ctypes
 import shutil
@@ -16,17 +16,17 @@ from kit.checkpoints import ROOT
 
 KEPT = ROOT / "build" / "kernels-of-tests"
 FLAGS_OF = {NATIVE: NATIVE_FLAGS} | {variant.name: variant.flags for variant in VARIANTS}
-# What the compiler may use. One of the variants has the bits of the native library, as a test proves.
+# Instruction sets for the compiler. One of the variants has the bits of the native library, as a test proves.
 NAMES = [NATIVE, *(variant.name for variant in VARIANTS)]
 HERE = [NATIVE, *(variant.name for variant in runnable())]
-ENDS = {HERE[0], HERE[-1]}  # the short suite takes the most and the least that this processor can do
+ENDS = {HERE[0], HERE[-1]}  # the short suite takes the highest and the lowest level of this processor
 LEVELS, LEVELS_HERE = (
     [name if name in ENDS else pytest.param(name, marks=pytest.mark.full) for name in names] for names in (NAMES, HERE)
 )
 
 
 def require_compiler() -> None:
-    """Skip where there is none."""
+    """Skip the test if there is no compiler."""
     try:
         compiler()
     except NoKernels as missing:
@@ -34,15 +34,17 @@ def require_compiler() -> None:
 
 
 def compiled_for(level: str, optimization: str = "-O3") -> ctypes.CDLL:
-    """The library as compiled for a processor that can do less than this one, perhaps; skips where it cannot run."""
+    """The library compiled for an instruction set; skips the test if this processor cannot run it."""
     if level not in HERE:
         pytest.skip(f"this processor does not run {level} code")
     return ctypes.CDLL(str(library_for(level, optimization)))
 
 
 def library_for(level: str, optimization: str = "-O3") -> Path:
-    """The library's file, for any processor; skips where no compiler makes one. It is made anew where anything that
-    goes into it has changed. The native one is that of this process."""
+    """The library's file for an instruction set; skips the test without a compiler for it.
+
+    It is compiled again when anything that goes into it has changed. The native one is that of this process.
+    """
     command = compiler_for(level)
     if (level, optimization) == (NATIVE, "-O3"):
         return Path(library()._name)
@@ -64,7 +66,7 @@ def library_for(level: str, optimization: str = "-O3") -> Path:
 
 
 def compiler_for(level: str) -> str:
-    """A compiler for this level's architecture: this machine's own, or Debian's for another; skips without one."""
+    """A compiler for this level's architecture: this machine's, or Debian's cross-compiler; skips without one."""
     foreign = next((v.machine for v in VARIANTS if v.name == level and v.machine != architecture()), None)
     if foreign is None:
         require_compiler()

@@ -1,4 +1,4 @@
-"""A machine whose compiler, cache folder and processor are those that a test gives it."""
+"""A machine whose compiler, cache folder and processor a test chooses."""
 
 import _ctypes
 import logging
@@ -13,7 +13,7 @@ from forerun.kernels import library
 
 @dataclass(frozen=True)
 class Computer:
-    """A machine with a compiler of our own, that copies `library` where it is asked to and counts its calls."""
+    """A machine with a fake compiler that copies `library` to its output file and counts its calls."""
 
     folder: Path
     library: Path
@@ -25,18 +25,18 @@ class Computer:
 
     @property
     def last_arguments(self) -> list[str]:
-        """What the compiler was given last."""
+        """The arguments of the compiler's last call."""
         return (self.folder / "arguments").read_text().splitlines()[-1].split()
 
     @property
-    def kept(self) -> Path:
-        """Where the library is kept."""
+    def cache_folder(self) -> Path:
+        """The folder in which compiled libraries are cached."""
         return self.folder / "cache" / "forerun" / "kernels"
 
     def file(self, suffix: str) -> Path:
-        """The one file there with this ending."""
-        (found,) = self.kept.glob(f"*{suffix}")
-        return found
+        """The only file in the cache folder with this ending."""
+        (file,) = self.cache_folder.glob(f"*{suffix}")
+        return file
 
     def store(self) -> library.LibraryStore:
         """The store of the library there."""
@@ -44,13 +44,13 @@ class Computer:
 
 
 def forget() -> None:
-    """The next call finds nothing known, as in a new process."""
+    """Clear the process's memory of the library, so that the next call searches as in a new process."""
     library.process_library.cache_clear()
     library.warn_of_torch.cache_clear()
 
 
 def restart() -> None:
-    """The same, and the library is closed: the system would not look at the file of an open one again."""
+    """`forget`, and close the library: the system would not read the file of an open one again."""
     if (found := library.process_library().found) is not None:
         _ctypes.dlclose(found._handle)
     forget()
@@ -63,18 +63,18 @@ def script(path: Path, text: str) -> Path:
 
 
 def shared_library(command: str, path: Path, source: str) -> Path:
-    """A real one."""
+    """A shared library, compiled from `source` with the real compiler."""
     call = [command, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
     subprocess.run(call, input=source, text=True, check=True)
     return path
 
 
-def works() -> bool:
-    found: int = library.library().answer()
-    return found == 42
+def library_works() -> bool:
+    answer: int = library.library().answer()
+    return answer == 42
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the package said to its users."""
-    own = (record for record in caplog.records if record.name.startswith("forerun"))
-    return [record.getMessage() for record in own if record.levelno == logging.WARNING]
+    """The messages of forerun's warnings in the log."""
+    records = (record for record in caplog.records if record.name.startswith("forerun"))
+    return [record.getMessage() for record in records if record.levelno == logging.WARNING]

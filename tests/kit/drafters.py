@@ -1,4 +1,4 @@
-"""What most drafters of tests are but for their guesses."""
+"""Base classes for drafters that tests define."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from forerun.draft.many.cascade import MeasuredLengths
 
 
 class Stateless:
-    """Keeps nothing of what it is told, and has room for any guess."""
+    """A drafter without state whose outlook allows any depth; subclasses add `propose`."""
 
     taps: tuple[int, ...] = ()
     names: tuple[str, ...] = ("stateless",)
@@ -21,7 +21,7 @@ class Stateless:
 
 
 class FixedLength(MeasuredLengths):
-    """Always as many guesses for the judge of a cascade: drafts then follow from the text in rejection modes, too."""
+    """A fixed draft length in a cascade, so that drafts depend on the text alone in rejection modes, too."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

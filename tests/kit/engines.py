@@ -1,4 +1,4 @@
-"""Engines of the stories models, what they are asked, and what plain decoding answers."""
+"""Engines of the stories models, sampling parameters of test requests, and answers of plain decoding."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,28 +11,28 @@ from forerun.models.runner import Read, Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
-from kit.oracles import seen
+from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
-PATIENCE_S = 300  # only to end a hang: a busy machine may take minutes
+PATIENCE_S = 300  # a limit that ends a hang: a busy machine may take minutes
 
 
 @cache
 def plain() -> LLM:
-    """The model without a drafter: what every answer has to be equal to."""
+    """The target without a drafter: its answers are those that drafted answers must equal."""
     return LLM(str(TARGET), dtype="float32")
 
 
-def asking(seed: int, **others: object) -> SamplingParams:
-    """Short answers, greedy and sampled in turn."""
+def params_with(seed: int, **others: object) -> SamplingParams:
+    """Parameters of a short answer; by the seed it is greedy or sampled, and of other length."""
     settings = {"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 12 + seed % 5, "logprobs": 1} | others
     return SamplingParams(**settings)  # type: ignore[arg-type]
 
 
 @cache
 def alone(seed: int) -> dict[str, object]:
-    """What plain decoding answers to this seed's prompt, nobody beside it."""
-    return dict(seen(plain().generate(PROMPTS[seed % 5], asking(seed), use_tqdm=False)[0]))
+    """The answer of plain decoding to this seed's prompt, alone in the batch."""
+    return dict(exact_parts(plain().generate(PROMPTS[seed % 5], params_with(seed), use_tqdm=False)[0]))
 
 
 class CountingRunner(Runner):

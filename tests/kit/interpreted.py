@@ -8,7 +8,7 @@ import torch
 if find_spec("triton") is None:
     pytest.skip("the kernels need triton, which is not installed", allow_module_level=True)
 if torch.cuda.is_available():
-    pytest.skip("tests/gpu asks the same of the GPU itself", allow_module_level=True)
+    pytest.skip("tests/gpu runs the same checks on the GPU", allow_module_level=True)
 import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -16,10 +16,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of numpy's own, in which all rows of a tile are equal, as they are on a GPU.
+    """Products by numpy's einsum, which computes all rows of a tile alike, as a GPU does.
 
-    The interpreter asks a BLAS, where on some processors (with AVX2 alone) the last rows of a block have other bits.
-    And it keeps bfloat16 as 16 bits of a float32, and multiplies these as whole numbers.
+    The interpreter calls a BLAS that on some processors (with AVX2 only) gives the last rows of a block other bits.
+    And it stores bfloat16 as the upper 16 bits of a float32, and would multiply these as integers.
     """
 
     def widened(handle: TensorHandle) -> np.ndarray:

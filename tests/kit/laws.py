@@ -1,4 +1,4 @@
-"""What sampling parameters say of logits, step by step: a slow reference for transforms; and how counts fit a law."""
+"""A slow reference for sampling parameters, step by step; and a chi-square test of counts against a law."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from forerun.sampling.params import SamplingParams
 Reals = NDArray[np.float64]
 
 
-def shaped(
+def edited_logits(
     logits: Reals,
     text: Sequence[int],
     num_prompt: int,
@@ -21,7 +21,7 @@ def shaped(
     ends: Sequence[int],
     words: Sequence[Sequence[int]] = (),
 ) -> Reals:
-    """What comes before temperature; `ends` are ids that end a text of the model's, `words` are not to be said."""
+    """The logits after all steps before temperature; `ends` are the model's end ids, `words` excluded token runs."""
     logits = logits.copy()
     for token in params.banned_tokens:
         logits[token] = -np.inf
@@ -44,13 +44,13 @@ def shaped(
 
 
 def softmax(logits: Reals) -> Reals:
-    """As probabilities."""
+    """The softmax of the logits."""
     weights: Reals = np.exp(logits - logits.max())
     return weights / weights.sum()
 
 
-def narrowed(logits: Reals, params: SamplingParams) -> Reals:
-    """Temperature, then the filters in their order; equals are kept together."""
+def filtered_logits(logits: Reals, params: SamplingParams) -> Reals:
+    """The logits after temperature and the filters in their order; equal logits are kept or removed together."""
     logits = logits / params.temperature
     if params.min_p > 0:
         law = softmax(logits)
@@ -68,14 +68,14 @@ def narrowed(logits: Reals, params: SamplingParams) -> Reals:
 def chi_square(counts: Tensor, expected: Tensor) -> float:
     """P-value of Pearson's test on [rows, cells], each row with its own total; cells that expect under 5 are pooled."""
     statistic, freedom = 0.0, 0
-    for seen, wanted in zip(torch.atleast_2d(counts).double(), torch.atleast_2d(expected), strict=True):
-        assert not seen[wanted == 0].any(), "drawn, but of probability 0"
-        small = wanted < 5
+    for seen, mean in zip(torch.atleast_2d(counts).double(), torch.atleast_2d(expected), strict=True):
+        assert not seen[mean == 0].any(), "drawn, but of probability 0"
+        small = mean < 5
         seen = torch.cat([seen[~small], seen[small].sum()[None]])
-        wanted = torch.cat([wanted[~small], wanted[small].sum()[None]])
-        if wanted[-1] < 5:
-            seen, wanted = seen[:-1], wanted[:-1]
-        if len(wanted) > 1:
-            statistic += float(((seen - wanted) ** 2 / wanted).sum())
-            freedom += len(wanted) - 1
+        mean = torch.cat([mean[~small], mean[small].sum()[None]])
+        if mean[-1] < 5:
+            seen, mean = seen[:-1], mean[:-1]
+        if len(mean) > 1:
+            statistic += float(((seen - mean) ** 2 / mean).sum())
+            freedom += len(mean) - 1
     return float(torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2).double()))

@@ -1,4 +1,4 @@
-"""Two machines for tests: network namespaces that are joined by a cable, the first of which the tests can reach."""
+"""Two machines for tests: network namespaces joined by a virtual cable; the tests can reach the first one."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 
 from kit.servers import launched
 
-FIRST, SECOND = "198.51.100.1", "198.51.100.2"  # addresses for documentation, which nobody has
+FIRST, SECOND = "198.51.100.1", "198.51.100.2"  # reserved for documentation, so no real host has them
 OUTSIDE, INSIDE = "203.0.113.1", "203.0.113.2"  # the tests, and the first machine as they see it
 CABLE = "cable"
 needs_namespaces = pytest.mark.skipif(
@@ -23,7 +23,7 @@ needs_namespaces = pytest.mark.skipif(
 
 
 def ip(*words: str) -> None:
-    """A command of ip's."""
+    """Run the command `ip` with these arguments."""
     subprocess.run(["ip", *words], check=True)
 
 
@@ -35,32 +35,32 @@ class Machine:
     folder: Path
 
     def start(self, words: list[str], streams: int = subprocess.DEVNULL, **env: str) -> subprocess.Popen[str]:
-        """A command in it."""
+        """Start a command in the namespace."""
         return launched(["ip", "netns", "exec", self.name, *words], streams, **env)
 
     def processes(self) -> list[psutil.Process]:
-        """What runs in it."""
-        told = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True).stdout
-        found = []
-        for each in told.split():
+        """The processes in the namespace."""
+        listing = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True).stdout
+        processes = []
+        for each in listing.split():
             with suppress(psutil.NoSuchProcess):
-                found.append(psutil.Process(int(each)))
-        return found
+                processes.append(psutil.Process(int(each)))
+        return processes
 
     def kill_all(self) -> None:
-        """Kill what runs in it."""
+        """Kill all processes in the namespace."""
         for each in self.processes():
             with suppress(psutil.NoSuchProcess):
                 each.kill()
 
     def pull_cable(self) -> None:
-        """Cut it off from the other machine."""
+        """Disconnect the namespace from the other machine."""
         ip("-n", self.name, "link", "set", CABLE, "down")
 
 
 @contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """The machines, in which nothing goes on at the end."""
+    """Two machines; at the end all their processes are killed."""
     with ExitStack() as stack:
         made, outside = [], f"fr{os.getpid()}"
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="two", ignore_cleanup_errors=True)))

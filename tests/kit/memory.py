@@ -1,8 +1,8 @@
-"""The memory of a card that is not there: whole models run on it without numbers, and what they hold is counted.
+"""The memory of an imagined GPU: entire models run on it without numbers, and the bytes that they hold are counted.
 
-Tensors on the card have shapes alone. Each of their storages counts as the caching allocator counts it: in blocks of
-BLOCK_BYTES, from its first tensor to the end of its last. What captured graphs let go of stays theirs. Kernels are not
-launched, and what the host reads is zeros. Workspaces inside of torch's own kernels are not seen.
+Tensors on the GPU have shapes only. Each of their storages counts as the caching allocator counts it: in blocks of
+BLOCK_BYTES, from its first tensor to the end of its last. Memory that captured graphs free stays reserved for them.
+Kernels are not launched, and the host reads zeros. Workspaces inside of torch's own kernels are not counted.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ META = torch.device("meta")
 
 @dataclass
 class CardMemory:
-    """Bytes on the card: what is held now, what graphs keep for themselves, and the most of both together."""
+    """Bytes on the GPU: those held now, those reserved for graphs, and the maximum of their sum."""
 
     held: int = 0
-    of_graphs: int = 0  # what graphs hold now
-    kept: int = 0  # the most of it, which they keep
+    of_graphs: int = 0  # held by graphs now
+    kept: int = 0  # the maximum of `of_graphs`, which stays reserved
     peak: int = 0
     capturing: bool = False
     storages: set[int] = field(default_factory=set)
 
     def add(self, tensor: Tensor) -> None:
-        """Count the tensor's storage, unless it is counted."""
+        """Count the tensor's storage, unless it is counted already."""
         storage = tensor.untyped_storage()
         key, in_graph = storage._cdata, self.capturing
         if key in self.storages:
@@ -52,12 +52,12 @@ class CardMemory:
         weakref.finalize(storage, self.drop, key, size, in_graph)
 
     def drop(self, key: int, size: int, in_graph: bool) -> None:
-        """A storage has gone."""
+        """Subtract a freed storage."""
         self.storages.discard(key)
         self.change(-size, in_graph)
 
     def change(self, size: int, in_graph: bool) -> None:
-        """More or less is held."""
+        """Add `size` bytes, which may be negative."""
         if in_graph:
             self.of_graphs += size
             self.kept = max(self.kept, self.of_graphs)
@@ -67,7 +67,7 @@ class CardMemory:
 
     @contextmanager
     def capture(self, *_: object, **__: object) -> Iterator[None]:
-        """In the place of torch.cuda.graph."""
+        """Takes the place of torch.cuda.graph."""
         self.capturing = True
         try:
             yield
@@ -76,7 +76,7 @@ class CardMemory:
 
 
 class ShapesMode(CardMode):
-    """Computes shapes alone, and counts what they would take."""
+    """Computes shapes only, and counts the bytes that the tensors would take."""
 
     def __init__(self, memory: CardMemory) -> None:
         super().__init__(Seen())
@@ -96,9 +96,9 @@ class ShapesMode(CardMode):
             return name == "equal"
         if lands:
             kwargs |= {"device": META} if target is not None else {}
-        found = func(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
+        result = func(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
         if not lands:
-            return found
+            return result
         if func._schema.is_mutable and isinstance(args[0], Tensor):
             return args[0]
 
@@ -108,11 +108,11 @@ class ShapesMode(CardMode):
             self.memory.add(x)
             return OnCard(x)
 
-        return tree_map(on_card, found)
+        return tree_map(on_card, result)
 
 
 class ShapesFunctions(CardFunctions):
-    """What of torch's functions does not reach the dispatcher."""
+    """Handles those of torch's functions that do not reach the dispatcher."""
 
     def __init__(self, memory: CardMemory) -> None:
         super().__init__(Seen())
@@ -127,18 +127,18 @@ class ShapesFunctions(CardFunctions):
 
 
 class Unlaunched:
-    """Stands for a module of kernels, whose launches do nothing."""
+    """Takes the place of a module of kernels; their launches do nothing."""
 
     def __init__(self, name: str = "triton_kernels") -> None:
         self.module = load_kernels(name)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.module, name)
-        return Unlaunchable() if hasattr(found, "run") else found
+        member = getattr(self.module, name)
+        return Unlaunchable() if hasattr(member, "run") else member
 
 
 class Unlaunchable:
-    """Stands for a kernel, on any grid."""
+    """Takes the place of a kernel, on any grid."""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *arguments, **options: None
@@ -146,7 +146,7 @@ class Unlaunchable:
 
 @contextmanager
 def counted_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Iterator[CardMemory]:
-    """A machine with an empty card of so much memory, for as long as this lasts."""
+    """Within it the machine has an empty GPU with `free_bytes` of memory."""
     memory, modules = CardMemory(), dict[str, Unlaunched]()
 
     def kernels(name: str = "triton_kernels") -> Unlaunched:
@@ -156,7 +156,7 @@ def counted_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> Iterator
         for module in (ops, groups, backend):
             patch.setattr(module, "load_kernels", kernels)
         patch.setattr(backend, "tiles_agree", lambda _device: True)
-        patch.setattr(tiles, "SMALL_BYTES", math.inf)  # nothing is measured
+        patch.setattr(tiles, "SMALL_BYTES", math.inf)  # so that no tiles are measured
         patch.setattr(backend.GpuBackend, "arithmetic", "imagined")
         for name in ("device", "device_of", "stream"):
             patch.setattr(torch.cuda, name, lambda *_: nullcontext())

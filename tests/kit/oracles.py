@@ -1,7 +1,7 @@
-"""A drafter that knows the answers beforehand, and what of an answer must not depend on drafting.
+"""A drafter that knows the answers in advance, and the parts of an answer that must not depend on drafting.
 
-With it a test decides in which round, and at which place of a draft, a token is said: right guesses are accepted,
-wrong ones end the run where the test wants it.
+With it a test decides in which round, and at which position of a draft, a token is emitted: right draft tokens are
+accepted, and wrong ones end the accepted run where the test wants it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,22 +16,22 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.tables import RowSampling
 from forerun.tree import DraftTree
 
-Known = tuple[SamplingParams, Sequence[int]]  # a request's parameters, and what a sample of it says
-FILLER = 300  # guessed where the answer is not known any more
+Known = tuple[SamplingParams, Sequence[int]]  # a request's parameters, and the tokens of one of its samples
+FILLER = 300  # drafted past the known part of an answer
 VOCAB = 512
 
 
 def never(place: int) -> bool:
-    """For an oracle that does not err."""
+    """The `errs` of an oracle that never drafts a wrong token."""
     return False
 
 
 @dataclass
 class Oracle:
-    """Guesses the known answers of samples, in full.
+    """Drafts the known answers of samples.
 
-    `errs(i)` says whether the i-th token of an answer is to be guessed wrong. Behind the known part, and below a
-    wrong guess, it goes on with tokens of its own. Trees offer wrong siblings first, as many as the budget allows.
+    `errs(i)` says whether a wrong token is drafted for the i-th token of an answer. Past the known part it drafts
+    FILLER. In trees wrong siblings precede the right token, as many as the budget allows.
     """
 
     answers: dict[tuple[tuple[int, ...], int], list[Known]] = field(default_factory=dict)  # by prompt and sample
@@ -58,19 +58,19 @@ class Oracle:
         return Draft(DraftTree(tokens, parents, depth, width))
 
     def grow(self, row: RowSampling, budget: Budget) -> tuple[list[int], list[int]]:
-        """One row's tree: the answer as a spine, wrong guesses beside it while there are nodes to spare."""
+        """One row's tree (tokens, parents): the answer as its spine, with wrong siblings while nodes are left."""
         tokens, parents, spine = [row.tokens[-1]], [-1], 0
-        prompt, said = tuple(row.tokens[: row.num_prompt]), row.tokens[row.num_prompt :]
+        prompt, output = tuple(row.tokens[: row.num_prompt]), row.tokens[row.num_prompt :]
         known = self.answers.get((prompt, row.sample), [])
-        answer = next((tokens for params, tokens in reversed(known) if is_of(row.params, params)), ())
-        assert tuple(answer[: len(said)]) == tuple(said[: len(answer)]), "the oracle knows another answer"
+        answer = next((tokens for params, tokens in reversed(known) if has_params(row.params, params)), ())
+        assert tuple(answer[: len(output)]) == tuple(output[: len(answer)]), "the oracle knows another answer"
         for level in range(budget.depth):
-            place = len(said) + level
+            place = len(output) + level
             right = answer[place] if place < len(answer) else FILLER
             wrong = [(right + 7 + i) % VOCAB for i in range(budget.width)]
             spare = budget.nodes - (len(tokens) - 1) - (budget.depth - level)
-            beside = wrong[: min(budget.width - 1, spare)]
-            children = [*beside, wrong[-1] if self.errs(place) else right]
+            siblings = wrong[: min(budget.width - 1, spare)]
+            children = [*siblings, wrong[-1] if self.errs(place) else right]
             tokens += children
             parents += [spine] * len(children)
             spine = len(tokens) - 1
@@ -83,14 +83,14 @@ class Oracle:
         self.known -= set(seq_ids)
 
 
-def is_of(params: SamplingParams, asked: SamplingParams) -> bool:
-    """Whether a sequence's parameters are those that were asked for: bad words of one token are banned tokens there."""
+def has_params(params: SamplingParams, asked: SamplingParams) -> bool:
+    """Whether a sequence's parameters are those of the request; bad words of one token become banned tokens in it."""
     changed = bool(asked.bad_words) and replace(params, banned_tokens=asked.banned_tokens) == asked
     return changed or params == asked
 
 
-def seen(result: RequestOutput) -> Mapping[str, object]:
-    """All of an answer that plain and drafted decoding must share, to the bit: everything but who guessed what."""
+def exact_parts(result: RequestOutput) -> Mapping[str, object]:
+    """The parts of an answer that plain and drafted decoding must share to the bit: all but the tokens' origins."""
     return {
         "prompt": result.prompt_token_ids,
         "prompt_logprobs": result.prompt_logprobs,

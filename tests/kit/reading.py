@@ -1,4 +1,4 @@
-"""Texts read by a runner in pieces, and with other numbers of threads."""
+"""Texts read by a runner in pieces, and with several numbers of threads."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from kit.unchecked import unchecked
 
 
 def logits_in_pieces(runner: Runner, tokens: Sequence[int], sizes: Sequence[int], seq_id: int = 0) -> Tensor:
-    """The logits of a text read in pieces of these sizes, each made final before the next."""
+    """The logits of a text read in pieces of these sizes, each committed before the next."""
     assert sum(sizes) == len(tokens)
     logits, start = [], 0
     for size in sizes:
@@ -24,7 +24,7 @@ def logits_in_pieces(runner: Runner, tokens: Sequence[int], sizes: Sequence[int]
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within it torch computes with so many threads."""
+    """Within it torch computes with `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -33,8 +33,8 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def bits_in_any_company(runner: Runner, tokens: Sequence[int]) -> Tensor:
-    """The logits of a text read token by token, which pieces, threads, a batch and a tree give to the bit."""
+def bits_of_any_reading(runner: Runner, tokens: Sequence[int]) -> Tensor:
+    """The logits of a text read token by token; asserts that pieces, threads, batches and trees give the same bits."""
     length = len(tokens)
     with unchecked():
         alone = logits_in_pieces(runner, tokens, [1] * length)
@@ -45,15 +45,15 @@ def bits_in_any_company(runner: Runner, tokens: Sequence[int]) -> Tensor:
         texts = [[*tokens[-count:], *tokens[:3]] for count in (1, 2, 7, 64)]
         together = runner.read([Read(i, t, judged=range(len(t))) for i, t in enumerate(texts)]).logits
         runner.release(range(len(texts)))
-        for found, text in zip(together.split([len(t) for t in texts]), texts, strict=True):
-            assert torch.equal(found, logits_in_pieces(runner, text, [len(text)]))
+        for logits, text in zip(together.split([len(t) for t in texts]), texts, strict=True):
+            assert torch.equal(logits, logits_in_pieces(runner, text, [len(text)]))
         runner.read([Read(0, tokens[:60])])
         runner.keep([0], [range(60)])
-        guesses, parents = tokens[60:68], [-1, -1, 0, 0, 1, 2, 4, 5]
-        logits = runner.read([Read(0, guesses, parents, range(8), scratch=4)]).logits
+        nodes, parents = tokens[60:68], [-1, -1, 0, 0, 1, 2, 4, 5]
+        logits = runner.read([Read(0, nodes, parents, range(8), scratch=4)]).logits
         paths = [runner.tails[0].path(node) for node in range(8)]
         runner.release([0])
         for node, path in enumerate(paths):
-            plain = logits_in_pieces(runner, [*tokens[:60], *(guesses[n] for n in path)], [60] + [1] * len(path))
+            plain = logits_in_pieces(runner, [*tokens[:60], *(nodes[n] for n in path)], [60] + [1] * len(path))
             assert torch.equal(logits[node], plain[-1]), f"node {node}"
     return alone

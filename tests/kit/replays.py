@@ -1,6 +1,6 @@
-"""Graphs where there is no card: a replay runs what was captured once more, into the tensors that the capture gave.
+"""CUDA graphs without a GPU: a replay runs the captured function again, into the tensors that the capture returned.
 
-What other graphs gave is overwritten before, as it may be where graphs share a pool of memory.
+Before that, results of other graphs are overwritten, as may happen where graphs share a pool of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forerun.models.backends.gpu.capture import Graphs
 
 @dataclass
 class RunAgain:
-    """Stands for a captured graph."""
+    """Takes the place of a captured graph."""
 
     body: Callable[[], Any]
     result: Any
@@ -30,7 +30,7 @@ class RunAgain:
 
 
 def tensors_of(result: Any) -> Iterator[Tensor]:
-    """All tensors in what a body gives."""
+    """All tensors in a body's result."""
     if isinstance(result, Tensor):
         yield result
     elif is_dataclass(result):
@@ -42,7 +42,7 @@ def tensors_of(result: Any) -> Iterator[Tensor]:
 
 
 def spoil(graphs: Graphs, key: Any) -> None:
-    """Overwrite what all graphs but this one gave, as far as it lies in the pool."""
+    """Overwrite the results of all graphs but this one, as far as they lie in the pool."""
     fixed = {kept.untyped_storage().data_ptr() for kept in graphs.kept_logits.values()}
     for other, (_, result) in graphs.captured.items():
         for tensor in () if other == key else tensors_of(result):
@@ -51,7 +51,7 @@ def spoil(graphs: Graphs, key: Any) -> None:
 
 
 def imagine_captures(monkeypatch: pytest.MonkeyPatch) -> list[Hashable]:
-    """Let graphs be captured on the CPU, from now on, of objects that are made now; the keys, as they are captured."""
+    """From now on let new Graphs objects capture on the CPU; the list of keys, which grows with every capture."""
     keys: list[Hashable] = []
     make = Graphs.__init__
 

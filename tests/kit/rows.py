@@ -1,4 +1,4 @@
-"""Random rows of a round: every parameter of sampling at any strength, texts in which words are met, and grammars."""
+"""Random rows of a round: every sampling parameter at any strength, texts with bad words, and grammars."""
 
 import math
 import random
@@ -13,16 +13,16 @@ from forerun.sampling.constraint import Allowed, Constraint
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.tables import RowSampling
 
-FEW = 12  # ids that texts and lists are made of, so that they meet
+FEW = 12  # texts and lists are made of so few ids that they overlap
 
 
 def odd(tokens: Sequence[int], logits: Tensor) -> Tensor:
-    """A request's own processor."""
+    """A logits processor: by the last token it excludes the odd or the even ids."""
     return logits.index_fill(0, torch.arange(tokens[-1] % 2, len(logits), 2), -math.inf)
 
 
 class RandomMasks(Constraint):
-    """A grammar of no sense: what it allows is drawn by path. Here and there it is everything, one id or none."""
+    """A random grammar: the allowed ids are drawn for each path, now and then all ids, one or none."""
 
     def __init__(self, seed: int, vocab: int) -> None:
         self.seed, self.vocab = seed, vocab
@@ -43,7 +43,7 @@ class RandomMasks(Constraint):
 
 
 def params_of(rng: random.Random, vocab: int, *, processors: bool = False) -> SamplingParams:
-    """A few transforms of any strength."""
+    """Random sampling parameters of any strength."""
 
     def some(*values: Any) -> Any:
         return rng.choice(values) if rng.random() < 0.4 else values[0]
@@ -67,7 +67,7 @@ def params_of(rng: random.Random, vocab: int, *, processors: bool = False) -> Sa
 
 
 def rows_of(rng: random.Random, vocab: int, count: int, *, processors: bool = False) -> list[RowSampling]:
-    """Texts of few ids, so that words are met and counts grow."""
+    """Random rows whose texts have few different ids, so that bad words occur and counts grow."""
 
     def text(least: int, most: int) -> list[int]:
         return [rng.randrange(min(vocab, FEW)) for _ in range(rng.randint(least, most))]

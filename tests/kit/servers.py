@@ -1,4 +1,4 @@
-"""Servers on real sockets for the tests of forerun.serve, and OpenAI's specification where it is at hand."""
+"""Servers on real sockets for the tests of forerun.serve, and OpenAI's specification if it is available."""
 
 import asyncio
 import json
@@ -41,13 +41,13 @@ TEMPLATE = (
 
 
 def drafting(draft: str = f"model:{SMALL}", **options: Any) -> LLM:
-    """A model that drafts, for a server of its own."""
+    """An LLM with a drafter, for a server."""
     return LLM(str(TARGET), draft, **{"dtype": "float32", "speculation": 3, "max_num_seqs": 4} | options)
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers."""
+    """A running server."""
 
     url: str
     server: Any  # a DrainingServer
@@ -58,22 +58,22 @@ class Running:
         return self.server.service.llm
 
     def client(self, key: str = "none", **options: Any) -> Any:
-        """OpenAI's own client, which must not hide an error by asking again."""
+        """OpenAI's client, without retries, which would hide errors."""
         options = {
             "max_retries": 0,
             "timeout": PATIENCE_S,
             "http_client": openai.DefaultHttpxClient(verify=False),
         } | options
-        own = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
-        self.clients.append(own)
-        return own
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+        self.clients.append(client)
+        return client
 
     def http(self, **options: Any) -> Any:
-        """Plain HTTP. To read the certificates of all authorities would take longer than most answers."""
+        """An HTTP client; it does not load the system's certificates, which takes longer than most answers."""
         return httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, verify=False, **options)
 
     def post(self, path: str, **body: Any) -> Any:
-        """One request."""
+        """The response to one POST request."""
         with self.http() as http:
             return http.post(path, json=body)
 
@@ -82,7 +82,7 @@ class Running:
         return events_of(self.post(path, **body, stream=True).text)
 
     def raw(self, sent: bytes = b"", buffer: int = 0) -> socket.socket:
-        """A connection on which this was sent, with a buffer of so many bytes for what comes."""
+        """A connection on which `sent` was sent, with a receive buffer of `buffer` bytes (0 for the default)."""
         sock = socket.socket()
         sock.settimeout(PATIENCE_S)
         if buffer:
@@ -100,7 +100,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def library_answer(body: dict[str, Any]) -> RequestOutput:
-    """The library's answer to a body of completions with one prompt, without a drafter and without anybody beside."""
+    """The library's answer to a completions body with one prompt, decoded plainly and alone in the batch."""
     values = {name: value for name, value in body.items() if name not in ("prompt", "speculation")}
     prompt = body["prompt"] if isinstance(body["prompt"], str) else [body["prompt"]]
     return plain().generate(prompt, SamplingParams(**values), use_tqdm=False)[0]
@@ -108,12 +108,12 @@ def library_answer(body: dict[str, Any]) -> RequestOutput:
 
 @cache
 def expected() -> str:
-    """What the library says to OK."""
+    """The library's text for the request OK."""
     return library_answer(OK).outputs[0].text
 
 
 def slow_rounds(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every round take longer by so much."""
+    """Let every round take `seconds` longer."""
     honest = Engine.round
 
     def slow(engine: Engine, plan: RoundPlan) -> object:
@@ -130,44 +130,44 @@ def head(path: str, length: int, *more: str, method: str = "POST") -> bytes:
 
 
 def posted(path: str, body: Any, *more: str) -> bytes:
-    """A whole request."""
+    """The bytes of a POST request with this body."""
     raw = json.dumps(body).encode()
     return head(path, len(raw), *more) + raw
 
 
 def ended(sock: socket.socket) -> bytes:
-    """What comes until the server ends the connection."""
-    found = b""
+    """All bytes that arrive until the server closes the connection."""
+    received = b""
     with suppress(ConnectionResetError):
         while piece := sock.recv(1 << 16):
-            found += piece
+            received += piece
     sock.close()
-    return found
+    return received
 
 
-# asyncio as uvicorn has it here: a server looks every 5 ms, not every 100, whether it is to end, and so ends sooner.
+# asyncio for uvicorn: a server checks every 5 ms, not every 100, whether it should end, and so ends sooner.
 LOOKING_OFTEN = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 20)})
 
 
 @contextmanager
 def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **settings: Any) -> Iterator[Running]:
-    """A server in a thread; it drains at the end, and nothing may be left in it, or in the engines behind it."""
+    """A server in a thread. At the end it is drained, and neither it nor its engines may hold state of a request."""
     import uvicorn.server
 
     from forerun.serve.server import DrainingServer, bound_socket
     from forerun.serve.service import Service
 
-    told = ServeSettings(**{"port": 0, "served_model_name": "stories", "trust_request_templates": True} | settings)
-    sock = bound_socket(told)
-    server = DrainingServer((service_of or Service)(llm, told))
+    options = ServeSettings(**{"port": 0, "served_model_name": "stories", "trust_request_templates": True} | settings)
+    sock = bound_socket(options)
+    server = DrainingServer((service_of or Service)(llm, options))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     looking_often = patch.object(uvicorn.server, "asyncio", LOOKING_OFTEN)
     looking_often.start()
     thread.start()
     until(lambda: server.started)
     try:
-        yield (found := Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server))
-        for client in found.clients:
+        yield (served := Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server))
+        for client in served.clients:
             client.close()
     finally:
         assert server.loop is not None
@@ -184,7 +184,7 @@ def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **set
 
 
 def serving(made: Callable[[], LLM] = drafting, **settings: Any) -> Any:
-    """A fixture: one server, of this model and with these settings, for all tests of a module."""
+    """A fixture: one server with this model and these settings for all tests of a module."""
 
     @pytest.fixture(scope="module")
     def server() -> Iterator[Running]:
@@ -201,13 +201,13 @@ def command(*options: str) -> list[str]:
 
 
 def launched(words: list[str], streams: int = subprocess.DEVNULL, **env: str) -> subprocess.Popen[str]:
-    """The command in a process of its own, with these in the place of its streams."""
+    """Start a command as a process with these output streams and environment variables."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | env
     return subprocess.Popen(words, env=env, stdout=streams, stderr=streams, text=True)
 
 
 def started(*options: str) -> tuple[subprocess.Popen[str], str]:
-    """The command in a process of its own whose log is read, and where it listens."""
+    """Start `forerun serve` as a process; the process and its URL, read from its log."""
     process = launched(command(*options), subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
@@ -217,15 +217,15 @@ def started(*options: str) -> tuple[subprocess.Popen[str], str]:
 
 
 def until(condition: Callable[[], object], patience_s: float = PATIENCE_S, pause_s: float = 0.002) -> None:
-    """Wait for another thread to get there."""
+    """Wait until the condition holds."""
     end_s = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < end_s, "it did not come to that"
+        assert time.monotonic() < end_s, "the condition did not become true in time"
         time.sleep(pause_s)
 
 
 def specification_file() -> Path | None:
-    """Where OpenAI's specification is: FORERUN_OPENAPI, or a folder `shared` beside or in the checkout."""
+    """Where OpenAI's specification is: FORERUN_OPENAPI, or a folder `shared` next to or in the checkout."""
     places = [ROOT.parent / "shared", ROOT / "shared"]
     files = [Path(os.environ.get("FORERUN_OPENAPI", "")), *(place / "data" / "openapi.yaml" for place in places)]
     return next((file for file in files if file.is_file()), None)
@@ -238,14 +238,14 @@ def specification() -> dict[str, Any]:
     if file is None:
         pytest.skip("OpenAI's specification is not here: FORERUN_OPENAPI names openapi.yaml of openai/openai-openapi")
     with file.open("rb") as text:
-        found: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return found
+        loaded: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return loaded
 
 
 def assert_valid(body: object, schema: str) -> None:
-    """That a body is what the specification's schema of this name says."""
-    own = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": schemas()}}
-    jsonschema.Draft202012Validator(own).validate(body)
+    """Assert that a body is valid by the specification's schema of this name."""
+    schema_of_body = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": schemas()}}
+    jsonschema.Draft202012Validator(schema_of_body).validate(body)
 
 
 @cache
@@ -260,5 +260,7 @@ def strict(node: Any) -> Any:
         return [strict(each) for each in node]
     if not isinstance(node, dict):
         return node
-    own = {key: strict(value) for key, value in node.items() if key not in ("nullable", "$recursiveAnchor", "example")}
-    return {"anyOf": [own, {"type": "null"}]} if node.get("nullable") is True else own
+    converted = {
+        key: strict(value) for key, value in node.items() if key not in ("nullable", "$recursiveAnchor", "example")
+    }
+    return {"anyOf": [converted, {"type": "null"}]} if node.get("nullable") is True else converted

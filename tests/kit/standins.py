@@ -1,8 +1,8 @@
 """Stand-ins for servers of other engines: a toy language model behind the OpenAI-compatible interface, in each dialect.
 
 A stand-in speaks the lists of models, log-probabilities, counters and timings of its engine as that engine writes them.
-Its model is a table over a dozen words, so its law is known; its speculation is the algorithm itself, by one of several
-rules, of which only the first is exact. What rounds take is slept.
+Its model is a table over a dozen words, so its law is known. It runs speculative sampling itself, by one of several
+rules, of which only the first is exact. It sleeps for the time of each round.
 """
 
 import json
@@ -22,18 +22,18 @@ import prometheus_client
 WORDS = tuple(f" {letter}" for letter in "abcdefghijkl")
 DialectName = Literal["forerun", "vllm", "sglang", "llamacpp", "other"]
 Rule = Literal["exact", "careless", "greedy", "drifting"]
-CARELESS = 0.3  # of the guesses that should be rejected are accepted all the same
+CARELESS = 0.3  # the share of draft tokens that are accepted although they should be rejected
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Chances."""
+    """The softmax of the logits."""
     powers = np.exp(logits - logits.max())
     return powers / powers.sum()
 
 
 @dataclass
 class ToyModel:
-    """The next word depends on the last one alone: row i of `logits` is what follows word i."""
+    """The next word depends on the last one alone: row i of `logits` is for the word after word i."""
 
     logits: np.ndarray
     drafts: np.ndarray
@@ -41,7 +41,7 @@ class ToyModel:
 
     @classmethod
     def random(cls, seed: int = 0, sharpness: float = 2.0, nearness: float = 1.0) -> "ToyModel":
-        """A table, and that of a drafter which is nearly right."""
+        """A random table, and that of a drafter whose logits differ from it by noise of size `nearness`."""
         noise = np.random.default_rng(seed)
         logits = sharpness * noise.standard_normal((len(WORDS), len(WORDS)))
         return cls(logits, logits + nearness * noise.standard_normal(logits.shape))
@@ -57,7 +57,7 @@ class ToyModel:
 
 @dataclass
 class Round:
-    """What a round wrote: words, and how many of its guesses were accepted."""
+    """The words of a round, and the numbers of drafted and accepted words."""
 
     words: list[int]
     drafted: int
@@ -65,31 +65,31 @@ class Round:
 
 
 def draw(law: np.ndarray, noise: random.Random) -> int:
-    """A word."""
+    """A word drawn from the law."""
     return min(int(law.cumsum().searchsorted(noise.random(), "right")), len(law) - 1)
 
 
 def speculate(model: ToyModel, last: int, temperature: float, depth: int, rule: Rule, noise: random.Random) -> Round:
-    """A round of the rejection rule of speculative sampling, or of a wrong one."""
+    """A round of speculative sampling, by the exact rejection rule or by a wrong rule."""
     text = [last]
-    guesses: list[tuple[int, np.ndarray]] = []
+    draft_words: list[tuple[int, np.ndarray]] = []
     for _ in range(depth):
         q = model.law(text[-1], 0.0 if rule == "greedy" else temperature, "drafts")
-        guesses.append((draw(q, noise), q))
-        text.append(guesses[-1][0])
+        draft_words.append((draw(q, noise), q))
+        text.append(draft_words[-1][0])
     words: list[int] = []
-    for guess, q in guesses:
+    for draft_word, q in draft_words:
         p = model.law(words[-1] if words else last, temperature)
-        chance = min(1.0, p[guess] / q[guess])
+        chance = min(1.0, p[draft_word] / q[draft_word])
         if rule == "greedy":
-            chance = float(guess == int(p.argmax()))
+            chance = float(draft_word == int(p.argmax()))
         elif rule == "careless":
             chance += (1 - chance) * CARELESS
         if noise.random() >= chance:
             rest = (p - q).clip(0)
             words.append(draw(p if rule == "greedy" or rest.sum() == 0 else rest / rest.sum(), noise))
             return Round(words, depth, len(words) - 1)
-        words.append(guess)
+        words.append(draft_word)
     words.append(draw(model.law(words[-1] if words else last, temperature), noise))
     return Round(words, depth, depth)
 
@@ -98,10 +98,10 @@ def speculate(model: ToyModel, last: int, temperature: float, depth: int, rule: 
 class StandIn:
     """A server of one engine; with a `depth` it speculates. `url` is known while it runs.
 
-    A plain round takes `round_s`, one with guesses `cost` times that, and `crowd` more for every other request.
-    `likely` is the most tokens whose chances it tells. `filtered` is a server that draws from its two likeliest words
-    alone and does not say so. `jitter` is how far logits differ from request to request, as they do where kernels
-    depend on who else is there. `ends` is the word that ends texts.
+    A plain round takes `round_s`, a drafted one `cost` times that; each other request makes it longer by a share `crowd`.
+    `likely` is the largest allowed number of log-probabilities. A `filtered` server draws from its two likeliest words
+    only, without reporting it. `jitter` is the noise of logits from request to request, as with kernels that depend on
+    the batch. `ends` is the word that ends texts.
     """
 
     dialect: DialectName = "vllm"
@@ -155,12 +155,12 @@ class StandIn:
             yield found
 
     def wait(self, depth: int) -> None:
-        """The time of a round."""
+        """Sleep for the time of a round."""
         if self.round_s:
             time.sleep(self.round_s * (self.cost if depth else 1.0) * (1 + self.crowd * (self.active - 1)))
 
     def count(self, found: Round) -> None:
-        """Note what became of guesses."""
+        """Count the drafted and accepted words of a round."""
         with self.lock:
             self.num_rounds += 1
             if found.drafted:
@@ -171,7 +171,7 @@ class StandIn:
                     self.at_depth[place] += 1
 
     def metrics(self) -> str:
-        """What Prometheus is told."""
+        """The text of the metrics endpoint."""
         if self.dialect == "llamacpp":
             return self.llama_cpp_metrics()
         registry = prometheus_client.CollectorRegistry()
@@ -338,7 +338,7 @@ class Answering(BaseHTTPRequestHandler):
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length", "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         if asked:
-            choice["logprobs"] = Chances(server, body, asked).told(rounds, chat)
+            choice["logprobs"] = Chances(server, body, asked).logprobs(rounds, chat)
         self.reply(200, {"choices": [choice], **usage_of(server, rounds)})
 
     def stream(self, body: dict[str, Any], chat: bool) -> None:
@@ -363,18 +363,17 @@ class Answering(BaseHTTPRequestHandler):
 
 
 def usage_of(server: StandIn, rounds: Sequence[Round]) -> dict[str, Any]:
-    """What an answer tells of itself."""
+    """The usage and timings in an answer, in the dialect's form."""
     drafted, accepted = sum(each.drafted for each in rounds), sum(each.accepted for each in rounds)
     num_words = sum(len(each.words) for each in rounds)
     usage: dict[str, Any] = {"completion_tokens": num_words}
     if server.dialect == "forerun":
-        told = {"num_drafted": drafted, "num_accepted": accepted, "num_rounds": len(rounds) - 1}
-        usage["speculation"] = told
+        usage["speculation"] = {"num_drafted": drafted, "num_accepted": accepted, "num_rounds": len(rounds) - 1}
     if server.dialect != "llamacpp":
         return {"usage": usage}
     timings = {"predicted_n": num_words, "predicted_ms": 1.0}
-    guesses = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
-    return {"usage": usage, "timings": timings | guesses}
+    counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+    return {"usage": usage, "timings": timings | counts}
 
 
 @dataclass
@@ -399,13 +398,13 @@ class Chances:
             return f"token_id:{word}"
         return "" if word == self.server.ends else WORDS[word]
 
-    def told(self, rounds: Sequence[Round], chat: bool) -> dict[str, Any]:
-        """The whole answer's."""
+    def logprobs(self, rounds: Sequence[Round], chat: bool) -> dict[str, Any]:
+        """The log-probabilities of the entire answer."""
         last, places = last_word(self.body), []
         for found in rounds:
             for word in found.words:
-                guessed = self.server.dialect == "llamacpp" and found.drafted
-                places.append((word, {} if guessed else self.likely(last)))
+                hidden = self.server.dialect == "llamacpp" and found.drafted
+                places.append((word, {} if hidden else self.likely(last)))
                 last = word
         if self.server.dialect == "llamacpp" or chat:
             return {"content": [self.entry(word, likely) for word, likely in places]}

@@ -12,13 +12,13 @@ STARTS = ("Once upon a time", "Lily and Tom went to the park", "The", "One day, 
 
 
 def random_text(length: int, seed: int) -> list[int]:
-    """Tokens that have nothing to do with each other, behind the one that begins texts."""
+    """Independent random tokens after the begin token."""
     rng = random.Random(seed)
     return [1, *(rng.randrange(3, VOCAB) for _ in range(length - 1))]
 
 
 def story(length: int, seed: int) -> list[int]:
-    """Text that repeats itself now and then, so that every kind of drafter finds something to say."""
+    """Random text with repetitions, so that every kind of drafter has something to draft."""
     rng = random.Random(seed)
     text = [1]
     while len(text) < length:

@@ -1,4 +1,4 @@
-"""Traced answers that several test modules look at: every drafter, verification mode and shape of draft."""
+"""Traced answers for several test modules: every drafter, verification mode and shape of draft."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ from kit.checkpoints import SMALL, TARGET
 MODEL, CHAIN, TREE = f"model:{SMALL}", Speculation(4), Speculation(3, 2, 8)
 PROMPT = "Tom and Lily went to the park. Tom and"
 TOP_K = 40
-# drafter, verification, how far, temperature
+# drafter, verification, speculation, temperature
 CASES = [
     (MODEL, "coupled", CHAIN, 1.0),
     (MODEL, "coupled", TREE, 0.8),
@@ -38,14 +38,14 @@ def llm_of(draft: str | None, verification: Verification = "coupled") -> LLM:
     return LLM(str(TARGET), draft, dtype="float32", verification=verification, max_num_seqs=1)
 
 
-def asking(temperature: float, seed: int, **others: object) -> SamplingParams:
-    given = {"temperature": temperature, "seed": seed, "top_k": TOP_K, "max_tokens": 12, "ignore_eos": True}
-    return SamplingParams(**(given | others))  # type: ignore[arg-type]
+def params_with(temperature: float, seed: int, **others: object) -> SamplingParams:
+    options = {"temperature": temperature, "seed": seed, "top_k": TOP_K, "max_tokens": 12, "ignore_eos": True}
+    return SamplingParams(**(options | others))  # type: ignore[arg-type]
 
 
 @cache
 def traces(case: Case) -> list[Trace]:
-    """Two answers of a case."""
-    draft, verification, wish, temperature = case
+    """The traces of two answers of a case."""
+    draft, verification, speculation, temperature = case
     llm = llm_of(draft, verification)
-    return [trace(llm, PROMPT, asking(temperature, seed), wish) for seed in (1, 2)]
+    return [trace(llm, PROMPT, params_with(temperature, seed), speculation) for seed in (1, 2)]

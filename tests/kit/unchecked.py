@@ -1,4 +1,4 @@
-"""Tests that run thousands of sequences do without the shape checks of the others."""
+"""Switches run-time shape checks off for tests that run thousands of sequences."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from shape_checks import Current
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Without shape checks at run time: with so many sequences they cost more than what they check."""
+    """Within it shapes are not checked at run time: for so many sequences the checks take longer than the work."""
     before, Current.off = Current.off, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""The drafters that are put to the laws: a new one is one more line in DRAFTERS and gets all of them.
+"""The drafters that the tests of tests/law run with: a new drafter is one more line in DRAFTERS and gets all of them.
 
 This file decides which drafters these are and how each is built for a target.
 """
@@ -70,13 +70,13 @@ DRAFTERS: Mapping[str, str | Callable[[], str]] = {  # those that have files wri
 
 @cache
 def context(dtype: str = "float32") -> DraftContext:
-    """What drafters are fitted to."""
+    """The target and tokenizer that drafters are built for."""
     target = Blueprint.of(str(TARGET), dtype=dtype)
     return DraftContext(target, target.tokenizer())
 
 
 def ngrams_of(folder: Path) -> Path:
-    """A folder with what stories say."""
+    """A folder with the n-grams of some stories."""
     folder.mkdir(exist_ok=True)
     write_ngrams(folder, [(story(400, seed), 1) for seed in range(3)], context().tokenizer.fingerprint())
     return folder
@@ -129,32 +129,32 @@ DOCUMENTED: Mapping[str, Callable[[], Drafter]] = {
 @cache
 def spelled(name: str) -> str:
     """The drafter as `--draft` takes it."""
-    found = DRAFTERS[name]
-    return found if isinstance(found, str) else found()
+    spec = DRAFTERS[name]
+    return spec if isinstance(spec, str) else spec()
 
 
 def as_draft(name: str) -> str | Drafter:
-    """What LLM is given for a drafter of this name."""
+    """The `draft` argument of LLM for a drafter of this name."""
     return DOCUMENTED[name]() if name in DOCUMENTED else spelled(name)
 
 
 def built(name: str, target: Runner, dtype: str = "float32", num_tokens: int = 2048) -> Drafter:
-    """A fresh drafter beside a loaded target, `num_tokens` in each cache of its own."""
+    """A fresh drafter for a loaded target, with `num_tokens` in each of its own caches."""
     return built_for(context(dtype), name, target, num_tokens)
 
 
-def built_for(own: DraftContext, name: str, target: Runner, num_tokens: int) -> Drafter:
-    """The same for a target that is not that of the table."""
+def built_for(target_context: DraftContext, name: str, target: Runner, num_tokens: int) -> Drafter:
+    """A fresh drafter for a target other than that of `context`."""
     if name in DOCUMENTED:
         return DOCUMENTED[name]()
-    plan = plan_drafter(spelled(name), own)
+    plan = plan_drafter(spelled(name), target_context)
     drafter = plan.build(dict.fromkeys(plan.models, num_tokens), None, target)
     assert drafter is not None, f"{name} builds no drafter"
     return settled(drafter)
 
 
 def settled(drafter: Drafter) -> Drafter:
-    """With lengths fixed in every cascade: measured ones are another history's, and tell in rejection modes."""
+    """Fix the lengths of every cascade: measured lengths depend on history, which changes drafts in rejection modes."""
     member = drafter
     while isinstance(member, CascadeDrafter):
         member.lengths, member = FixedLength(2), member.lower

@@ -1,8 +1,8 @@
-"""Exact enumeration: what the serving kernels emit, over every draft, every coin and every next token.
+"""Exact enumeration of what the verification kernels emit, over every draft, every coin and every next token.
 
-Models are random context-dependent laws in Fractions; drafts are enumerated with their exact probabilities and pushed
-through `forerun.verify.rules` in float64. What comes out is the mass of every string that one round can emit; completed
-with the target's own law it must be the target's law, which is the definition of lossless.
+Models are random context-dependent laws in Fractions; drafts are enumerated with their exact probabilities and verified
+by `forerun.verify.rules` in float64. The result is the probability of every string that one round can emit. Completed
+with the target's law it must equal the target's law, which is the definition of lossless.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def families(count: int, zeros: float = 0.2) -> list[Family]:
 class Draft:
     """One possible draft, and the probability with which a round offers it.
 
-    `tokens` and `parents` hold the guesses alone; a parent of -1 is the root. `q[0]` is the law that the root's
-    children were drawn from, `q[i]` that of the children of guess i - 1; None where they are chosen without chance.
+    `tokens` and `parents` are those of the nodes without the root; a parent of -1 is the root. `q[0]` is the law that
+    the root's children were drawn from, `q[i]` that of the children of node i - 1; None where they are not drawn.
     """
 
     weight: Fraction | float
@@ -72,11 +72,11 @@ class Draft:
     parents: tuple[int, ...] = ()
     q: tuple[Law | None, ...] = (None,)
 
-    def context(self, guess: int) -> Context:
-        """The text up to and with a guess; -1 is the root."""
+    def context(self, node: int) -> Context:
+        """The text up to and with a node; -1 is the root."""
         text: Context = ()
-        while guess >= 0:
-            text, guess = (self.tokens[guess], *text), self.parents[guess]
+        while node >= 0:
+            text, node = (self.tokens[node], *text), self.parents[node]
         return text
 
     def grown(self, chance: Fraction, token: int, parent: int) -> Draft:
@@ -91,8 +91,8 @@ class Draft:
     def weighed(self, factor: Fraction | float) -> Draft:
         return replace(self, weight=self.weight * factor)
 
-    def drawn_from(self, guess: int, law: Law | None) -> Draft:
-        return replace(self, q=tuple(law if i == guess + 1 else old for i, old in enumerate(self.q)))
+    def drawn_from(self, node: int, law: Law | None) -> Draft:
+        return replace(self, q=tuple(law if i == node + 1 else old for i, old in enumerate(self.q)))
 
 
 def bare() -> list[Draft]:
@@ -127,7 +127,7 @@ def chains(model: Model, depth: int, stop: Stop | None = None, least: Fraction =
 def trees(model: Model, shape: Sequence[int]) -> list[Draft]:
     """Every tree with these parents (-1 is the root), siblings drawn from `model` without replacement, in order.
 
-    Where the support is used up, the lowest unused token is taken, by no chance.
+    Where the support is used up, the lowest unused token is taken, without a draw.
     """
     drafts = bare()
     for parent in shape:
@@ -156,7 +156,7 @@ def chosen_tree(model: Model, shape: Sequence[int]) -> list[Draft]:
 
 
 def with_tail(drafts: Sequence[Draft], model: Model) -> list[Draft]:
-    """Each chain with one more token, drawn from `model` and judged by nobody yet."""
+    """Each chain with one more token, drawn from `model`."""
     longer = []
     for draft in drafts:
         last = len(draft.tokens) - 1
@@ -209,7 +209,7 @@ def deviation(emissions: Emissions, target: Model) -> float:
 
 @dataclass(frozen=True)
 class Batch:
-    """Drafts side by side, as the kernels take them."""
+    """Drafts in one batch, as the kernels take them."""
 
     tree: DraftTree
     p: Tensor
@@ -238,7 +238,7 @@ def batched(drafts: Sequence[Draft], target: Model, vocab: int) -> Batch:
         parents.append([-1, *(parent + 1 for parent in draft.parents), *pad])
         q_row.append([-1 if law is None else q_rows.setdefault(law, len(q_rows)) for law in draft.q] + pad)
         row.append([*range(len(p_rows), len(p_rows) + len(draft.tokens) + 1)] + [0] * len(pad))
-        p_rows += [[float(x) for x in target(draft.context(guess))] for guess in range(-1, len(draft.tokens))]
+        p_rows += [[float(x) for x in target(draft.context(node))] for node in range(-1, len(draft.tokens))]
     probs = torch.tensor([[float(x) for x in law] for law in q_rows], dtype=torch.float64).view(-1, vocab)
     depth = max((len(d.context(g)) for d in drafts for g in range(len(d.tokens))), default=0)
     width = max((d.parents.count(parent) for d in drafts for parent in d.parents), default=1)

@@ -1,7 +1,7 @@
-"""Real drafters with faults: a round's draft is one member's, that of a rule-breaker, or spoilt.
+"""Real drafters with faults: a round's draft is a member's, that of a rule-breaking drafter, or a member's corrupted.
 
-What the members are told, and their own work, go on undisturbed, so that their state has to bear drafts that they did
-not make.
+The members observe all tokens and draft as usual, so their state must stay right although the engine verifies drafts
+that they did not make.
 """
 
 import random
@@ -17,9 +17,9 @@ from forerun.sampling.draws import Draws
 
 @dataclass(slots=True)
 class Faulty:
-    """Every third draft is a fault: one of those that break every rule, or a member's with wrong tokens.
+    """A third of the drafts are faults: those of rule-breaking drafters, or a member's with wrong tokens.
 
-    `answers` are what the oracles among those rule-breakers know. The first member speaks for all of them.
+    `answers` is for the oracles among the rule-breakers. Names and outlook are those of the first member.
     """
 
     members: Sequence[Drafter]

@@ -26,7 +26,7 @@ from kit.unchecked import unchecked
 
 
 class Numbers(TypedDict):
-    """What LLM calls them."""
+    """The number format of a model as LLM's options."""
 
     dtype: str
     quantize: Quantization | None
@@ -92,36 +92,36 @@ class Bench:
 def run(
     engine: Engine,
     sequences: Sequence[object],
-    hear: Callable[[Delta], None] = lambda _: None,
+    on_delta: Callable[[Delta], None] = lambda _: None,
     after_round: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Run sequences to their ends; all their tokens. `hear` is told what they gain."""
+    """Run sequences to their ends; all their tokens. `on_delta` is called with every delta."""
     with unchecked():
         for sequence in sequences:
             engine.submit(sequence)  # type: ignore[arg-type]
         while engine.has_work:
             for delta in engine.step():
-                hear(delta)
+                on_delta(delta)
             after_round()
     return [sequence.tokens for sequence in sequences]  # type: ignore[attr-defined]
 
 
 def run_checked(bench: Bench, engine: Engine, sequences: Sequence[object]) -> list[list[int]]:
-    """As `run`, and after each round the cache holds what a fresh reading of the committed tokens would leave."""
+    """`run`, with a check after each round that the cache holds what reading the committed tokens in one pass gives."""
 
     def check() -> None:
         assert not engine.runner.tails
         engine.runner.cache.check()
         for text in engine.sequences.values():
             if text.id in engine.runner.cache and text.num_read:
-                anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
-                assert torch.equal(rows_of(engine.runner, text.id), anew)
+                reread = read_again(bench, engine.runner, text.tokens[: text.num_read])
+                assert torch.equal(rows_of(engine.runner, text.id), reread)
 
     return run(engine, sequences, after_round=check)
 
 
-def read_anew(bench: Bench, runner: Runner, tokens: Sequence[int]) -> torch.Tensor:
-    """Keys and values of a text read in one go."""
+def read_again(bench: Bench, runner: Runner, tokens: Sequence[int]) -> torch.Tensor:
+    """The keys and values of a text read in one pass."""
     fresh = bench.with_cache(runner, 1024)
     if tokens:
         fresh.read([Read(0, list(tokens))])

@@ -1,7 +1,7 @@
-"""Drafters that break every rule of their protocol. Whatever they do, the output must stay what it was.
+"""Drafters that break every rule of their protocol, which must not change the output.
 
-Each is a function from a round to a tree; `Hostile` makes a drafter of it. Trees are put together behind the back of
-DraftTree, whose fields would be checked. The oracle is among them: it breaks no rule, but knows the answer.
+Each is a function from a round to a tree; `Hostile` makes a drafter of it. Trees are built without the checks of
+DraftTree's constructor. The oracle is among them: it breaks no rule, but knows the answer.
 """
 
 import math
@@ -21,11 +21,11 @@ from kit.drafters import Stateless
 
 @dataclass(frozen=True)
 class Situation:
-    """A round as a hostile drafter sees it: more than a drafter is told."""
+    """A round as a hostile drafter sees it: more than the protocol gives a drafter."""
 
     draws: Draws
     budgets: Sequence[Budget]
-    answers: Sequence[Sequence[int]]  # what plain decoding said to each prompt, the prompt in front
+    answers: Sequence[Sequence[int]]  # each prompt with the answer of plain decoding
     random: random.Random
 
     @property
@@ -48,7 +48,7 @@ class Situation:
 
 
 class Hostile(Stateless):
-    """A drafter that proposes what a function says, and claims to be able to do anything."""
+    """A drafter whose drafts a function makes, and whose outlook has no limit."""
 
     def __init__(self, make: Callable[[Situation], DraftTree | Draft], answers: Sequence[Sequence[int]]) -> None:
         self.make = make
@@ -65,7 +65,7 @@ class Hostile(Stateless):
 
 
 def drafted(make: Callable[[Situation], DraftTree | Draft], now: Situation) -> Draft:
-    """What a rule-breaker makes of a round."""
+    """The draft of a rule-breaking function for a round."""
     made = make(now)
     return made if isinstance(made, Draft) else Draft(made)
 
@@ -91,10 +91,10 @@ def chain_parents(batch: int, nodes: int) -> Tensor:
     return torch.arange(-1, nodes - 1).expand(batch, nodes).contiguous()
 
 
-def chains(now: Situation, guesses: Tensor) -> DraftTree:
-    """Guesses as chains, whatever they hold."""
-    tokens = torch.cat([now.roots[:, None].to(guesses.dtype), guesses], 1)
-    return tree_of(tokens, chain_parents(*tokens.shape), guesses.shape[1])
+def chains(now: Situation, draft_tokens: Tensor) -> DraftTree:
+    """The tokens as chains, unchecked."""
+    tokens = torch.cat([now.roots[:, None].to(draft_tokens.dtype), draft_tokens], 1)
+    return tree_of(tokens, chain_parents(*tokens.shape), draft_tokens.shape[1])
 
 
 def noise(now: Situation, low: int, high: int, *shape: int) -> Tensor:
@@ -165,9 +165,9 @@ def wrong_roots(now: Situation) -> DraftTree:
 
 def holes(now: Situation) -> DraftTree:
     """Padding in the middle of chains."""
-    guesses = now.truth(max(now.depth, 3)).clamp_min(0)
-    guesses[:, 1] = -1
-    return chains(now, guesses)
+    draft_tokens = now.truth(max(now.depth, 3)).clamp_min(0)
+    draft_tokens[:, 1] = -1
+    return chains(now, draft_tokens)
 
 
 def no_columns(now: Situation) -> DraftTree:
@@ -187,7 +187,7 @@ def floats(now: Situation) -> DraftTree:
 
 
 def altered(change: Callable[[Tensor, Tensor, int], tuple[Any, ...]]) -> Callable[[Situation], DraftTree]:
-    """The right guesses, but for what a function makes of their tokens, parents and depth."""
+    """The oracle's tree with tokens, parents and depth changed by a function."""
 
     def make(now: Situation) -> DraftTree:
         tree = oracle(now)
@@ -223,7 +223,7 @@ def nan_confidence(now: Situation) -> Draft:
 
 
 def laws(value: float) -> Callable[[Situation], DraftTree]:
-    """Right guesses that come with a law that is none."""
+    """The oracle's tree with a law that is none: all entries are `value`."""
 
     def make(now: Situation) -> DraftTree:
         tree = oracle(now)

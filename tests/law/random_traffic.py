@@ -1,4 +1,4 @@
-"""Random requests in a cache that may be too small for all of them; each ends with what plain decoding says, alone.
+"""Random requests in a cache that may be too small for all of them; each answer equals that of plain decoding, alone.
 
 Conversations go on, prompts come again and have several samples, under two tenants; requests are cancelled, and
 sequences preempted.
@@ -25,7 +25,7 @@ STATIC = Speculation(tree=StaticTree([[0], [1], [0, 0]]))
 
 @dataclass(slots=True)
 class LiveText:
-    """A sample under way, and the same sample decoded plainly, with nobody beside it and nothing kept."""
+    """An unfinished sample, and the same sample decoded plainly, alone and without a prefix cache."""
 
     sample: Sequence
     alone: Sequence
@@ -33,14 +33,14 @@ class LiveText:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def assert_plain(self) -> None:
-        """That it has come to its end as it does alone, to the bit."""
+        """Assert that the sample equals the one decoded alone, to the bit."""
         assert self.sample.tokens == self.alone.tokens
         assert self.logprobs == self.expected
         assert self.sample.prompt_logprobs == self.alone.prompt_logprobs
 
 
 class Traffic:
-    """Requests that begin alike, over an engine with room for a few. Who drafts is to be set."""
+    """Requests with common prefixes, to an engine with cache for a few. The caller sets the engine's drafter."""
 
     def __init__(self, bench: Bench, num_tokens: int, seed: int, options: EngineOptions) -> None:
         self.bench, self.rng, self.requests = bench, random.Random(seed), bench.requests()
@@ -51,7 +51,7 @@ class Traffic:
         self.counts = Counter[str]()
 
     def prompt(self, tenant: str) -> list[int]:
-        """The system's words, or an earlier conversation, or a part of one, and something new or nothing."""
+        """The system prompt or a part of an earlier conversation, perhaps followed by new text."""
         begun = self.rng.choice(self.past[tenant])
         if self.rng.random() < 0.4:
             begun = begun[: self.rng.randint(1, len(begun))]
@@ -77,7 +77,7 @@ class Traffic:
         return Request.of(self.prompt(tenant), params, rng.choice([shape, shape, STATIC]), tenant)
 
     def ask(self) -> None:
-        """One more request; what it will be answered is decoded first."""
+        """Submit a request, after decoding its answer plainly."""
         request = self.request()
         alone, expected = self.requests.sequences(replace(request, speculation=False)), list[list[TokenLogprobs]]()
         for text in alone:
@@ -91,14 +91,14 @@ class Traffic:
             self.engine.submit(live.sample)
 
     def cancel(self) -> None:
-        """One request less."""
+        """Cancel a random request."""
         request_id = self.rng.choice(list(self.live.values())).sample.request_id
         self.engine.cancel(request_id)
         self.live = {seq_id: text for seq_id, text in self.live.items() if text.sample.request_id != request_id}
         self.counts["cancelled"] += 1
 
     def round(self) -> None:
-        """One round, before which the youngest may lose its place; texts that end in it are compared."""
+        """One round, before which the youngest sequence may be preempted; texts that end in it are compared."""
         scheduler = self.engine.scheduler
         if scheduler.running and self.rng.random() < 0.03:
             self.engine.forget([scheduler.preempt(scheduler.running[-1])])
@@ -113,7 +113,7 @@ class Traffic:
         self.engine.runner.cache.check()
 
     def play(self, num_requests: int) -> None:
-        """So many requests, a few at a time, to their ends."""
+        """Run `num_requests` requests, a few at a time, to their ends."""
         while self.live or num_requests:
             if num_requests and len(self.live) < 6:
                 self.ask()

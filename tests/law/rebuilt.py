@@ -11,7 +11,7 @@ from forerun.draft.text.suffix_past import PastAnswers
 
 
 def reachable(value: object, seen: set[int] | None = None) -> Iterator[object]:
-    """A drafter and all that hangs on it."""
+    """A drafter and all objects that can be reached from it."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, Tensor | str | type):
         return
@@ -24,8 +24,8 @@ def reachable(value: object, seen: set[int] | None = None) -> Iterator[object]:
         parts = iter(value)
     elif is_dataclass(value) or type(value).__module__.startswith("forerun."):
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        own = [getattr(value, name) for name in slots if hasattr(value, name)]
-        parts = iter([*own, *getattr(value, "__dict__", {}).values()])
+        in_slots = [getattr(value, name) for name in slots if hasattr(value, name)]
+        parts = iter([*in_slots, *getattr(value, "__dict__", {}).values()])
     for part in parts:
         yield from reachable(part, seen)
 

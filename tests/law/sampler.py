@@ -1,7 +1,7 @@
 """The real sampler on toy models: many one-round sequences at once, with keyed noise, in float32.
 
 A model is a table of logits: row t says what may follow token t. All sequences start from the same root and differ in
-their seed alone, so that what they emit can be counted.
+their seed alone, so that their tokens can be counted.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def sequences(count: int, params: SamplingParams, root: int, seed: int) -> list[
 
 
 def drafted(draws: Draws, model: Tensor, depth: int, width: int = 1) -> DraftTree:
-    """A drafter that is such a table: chains, or trees with `width` children below the root and chains below them."""
+    """Drafts from such a table: chains, or trees with `width` children below the root and chains below them."""
     at, batch = draws.roots(), len(draws.rows)
     tokens, parents = [draws.roots_tokens[:, None]], [torch.full((batch, 1), -1)]
     frontier, laws, row = torch.zeros(batch, 1, dtype=torch.int64), [], []
@@ -86,7 +86,7 @@ def first_pairs(
 ) -> float:
     """P-value of the first two tokens of sequences of a target of this law, drafted and judged for two rounds.
 
-    Each round is drafted from its draws and from what the sequences have said before it.
+    Each round is drafted from its draws and from the tokens that the sequences gained before it.
     """
     vocab, p = len(law), torch.tensor(law, dtype=torch.float64)
     target, rows = p.log().float().expand(vocab, vocab), sequences(count, SamplingParams(), 1, seed=2)

@@ -1,8 +1,8 @@
-"""Drafters of drafters, enumerated: everything that their members may draw, every way there is.
+"""Drafters of drafters, enumerated over everything that their members may draw.
 
-They run as they serve; what they would draw is picked from a script in turn, and each way counts with its exact
-probability. What comes out is everything that they can draft, with its probability and the laws that it declares; that
-goes through the target's rules as in `test_rules_emit_the_exact_law.py`.
+The production code runs, but a script picks each draw, and each script has an exact probability. The result is every
+possible draft with its probability and declared laws, which goes through the target's rules as in
+`test_rules_emit_the_exact_law.py`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Declared = tuple[tuple[int, ...], tuple[int, ...], tuple[object, ...]]
 
 @dataclass
 class Script:
-    """One way in which everything drawn may come out: `taken` is what was picked at every turn so far."""
+    """One possible outcome of all draws. `given` are the choices of its first draws, `taken` all choices made."""
 
     given: list[int]
     taken: list[int] = field(default_factory=list)
-    others: list[list[int]] = field(default_factory=list)  # ways that branch off
+    others: list[list[int]] = field(default_factory=list)  # scripts that branch off
     weight: float = 1.0
 
     def pick(self, chances: Sequence[float]) -> int:
-        """As given; beyond that the first possible, the rest noted."""
+        """The given choice; after those the first possible one, with the alternatives noted in `others`."""
         possible = [i for i, chance in enumerate(chances) if chance > 0]
         turn = len(self.taken)
         choice = self.given[turn] if turn < len(self.given) else possible[0]
@@ -53,7 +53,7 @@ class Script:
 
 
 class Dice:
-    """What draws while a script is played: takes the place of noise everywhere."""
+    """Takes the place of noise in all draws: follows the current script."""
 
     script = Script([])
 
@@ -74,7 +74,7 @@ DICE = Dice()
 
 @contextmanager
 def scripted() -> Iterator[None]:
-    """Draws that follow the script."""
+    """Within it all draws follow the script."""
     with pytest.MonkeyPatch.context() as patch, unchecked():
         patch.setattr(Draws, "recover", lambda draws, law, at: DICE.recover(draws, law, at))
         patch.setattr(Draws, "draw", lambda draws, logits, at: DICE.draw(draws, logits, at))
@@ -82,10 +82,10 @@ def scripted() -> Iterator[None]:
         yield
 
 
-class Guesser(Stateless):
-    """Chains drawn from a model, with their laws, or its likeliest tokens, with none; and how likely each of them is.
+class ToyDrafter(Stateless):
+    """Drafts chains drawn from a model, with laws, or of its likeliest tokens, without; and estimates their survival.
 
-    `sparse` laws name their tokens; `room` says behind which texts it can go on.
+    `sparse` laws name their tokens; `room` says after which texts the drafter can go on.
     """
 
     def __init__(
@@ -106,27 +106,27 @@ class Guesser(Stateless):
             survival.append(chances)
             rows.append([*range(len(laws) - len(chances) + 1, len(laws))])
         tree, nodes = DraftTree.of_texts(texts), max(map(len, texts))
-        told = torch.tensor([chances + [0.0] * (nodes - len(chances)) for chances in survival])
+        estimates = torch.tensor([chances + [0.0] * (nodes - len(chances)) for chances in survival])
         if not self.drawn:
-            return base.Draft(tree, told)
+            return base.Draft(tree, estimates)
         row = torch.tensor([each + [-1] * (nodes - len(each)) for each in rows])
         probs, ids = torch.tensor(laws, dtype=torch.float64), None
         if self.sparse:
             ids = torch.tensor([[2, 0, 1]]).repeat(len(laws), 1)
             probs = probs.gather(1, ids)
-        return base.Draft(replace(tree, q=DraftLaw(row, probs, ids)), told)
+        return base.Draft(replace(tree, q=DraftLaw(row, probs, ids)), estimates)
 
 
 def drafts_of(make: Callable[[], Drafter], budgets: Sequence[Budget], rejection: bool = True) -> list[list[Draft]]:
-    """For each row everything that may be drafted, with its probability and the laws it declares."""
+    """For each row all possible drafts, with their probabilities and declared laws."""
     found: list[dict[Declared, float]] = [{} for _ in budgets]
-    ways: list[list[int]] = [[]]
+    scripts: list[list[int]] = [[]]
     rows = [RowSampling(i, SamplingParams(), 1, 0, [0], 1) for i in range(len(budgets))]
     with scripted():
-        while ways:
-            DICE.script = Script(ways.pop())
+        while scripts:
+            DICE.script = Script(scripts.pop())
             tree = make().propose(Draws(rows, 3, rejection=rejection), budgets).tree
-            ways += DICE.script.others
+            scripts += DICE.script.others
             for row, seen in enumerate(found):
                 key = declared(tree, row)
                 seen[key] = seen.get(key, 0.0) + DICE.script.weight
@@ -135,7 +135,7 @@ def drafts_of(make: Callable[[], Drafter], budgets: Sequence[Budget], rejection:
 
 
 def declared(tree: DraftTree, row: int) -> Declared:
-    """A row's guesses, their parents counted from the root as -1, and the law of each node's children."""
+    """A row's draft tokens, their parents counted from the root as -1, and the law of each node's children."""
     nodes = [i for i, token in enumerate(tree.tokens[row].tolist()) if token >= 0]
     tokens, parents = (each[row, nodes].tolist()[1:] for each in (tree.tokens, tree.parents))
     at = [-1] * len(nodes) if tree.q is None else tree.q.row[row, nodes].tolist()
@@ -144,7 +144,7 @@ def declared(tree: DraftTree, row: int) -> Declared:
 
 
 def check(drafts: Sequence[Draft], family: Family, rules: Sequence[str] = tuple(RULES)) -> None:
-    """Exact by these rules of the target's."""
+    """Assert that these rules emit the exact law for the drafts."""
     for rule in rules:
         error = deviation(RULES[rule](drafts, family.p, family.vocab), family.p)
         assert error < TOLERANCE, f"{rule}, family {family.seed}: the law is off by {error:.2e}"

@@ -28,8 +28,8 @@ def texts(depth: int) -> tuple[list[list[int]], Engine]:
     engine = bench.engine(
         bench.model_drafter(16384), 16384, options=EngineOptions(max_num_seqs=32, verification="token")
     )
-    wish = Speculation(depth=depth)
-    return run(engine, [requests.sequences(Request.of([1], p, wish))[0] for p in params]), engine
+    speculation = Speculation(depth=depth)
+    return run(engine, [requests.sequences(Request.of([1], p, speculation))[0] for p in params]), engine
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""In every verification mode a request's tokens are its own, whoever is answered beside it, drafted or not."""
+"""In every verification mode a request's tokens do not depend on the other requests in the batch, drafted or not."""
 
 import random
 from functools import cache
@@ -12,7 +12,7 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
 
-WISHES = [False, False, 1, 3, Speculation(3, 2), Speculation(2, 3, 4)]
+SPECULATIONS = [False, False, 1, 3, Speculation(3, 2), Speculation(2, 3, 4)]
 
 
 @cache
@@ -25,15 +25,15 @@ def loaded(verification: str) -> LLM:
 def requests(seed: int) -> list[Request]:
     """Requests of all kinds: undrafted, chains, trees; plain, filtered and greedy."""
     found = []
-    for i, wish in enumerate(WISHES * 2):
+    for i, speculation in enumerate(SPECULATIONS * 2):
         kind: dict[str, Any] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 1.4}][(i + i // 6) % 4]
         params = SamplingParams(**{"seed": seed + i, "max_tokens": 6 + i, "ignore_eos": True} | kind)
-        found.append(Request.of([1, 403, 300 + i], params, wish))
+        found.append(Request.of([1, 403, 300 + i], params, speculation))
     return found
 
 
 def answers(llm: LLM, asked: list[Request]) -> list[tuple[int, ...]]:
-    """What each request is answered, all of them side by side."""
+    """The tokens of each request, all of them in one batch."""
     sequences = [sequence for request in asked for sequence in llm.requests.sequences(request)]
     for _ in llm.deltas(sequences):
         pass

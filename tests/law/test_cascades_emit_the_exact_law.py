@@ -1,6 +1,6 @@
-"""Cascades emit the exact law in every verification mode: every guess, coin and draw of their rounds is enumerated.
+"""Cascades emit the exact law in every verification mode: all draft tokens, coins and draws of a round are enumerated.
 
-`CascadeDrafter` and `verify` run as they serve. Mutants must fail.
+The production `CascadeDrafter` and `verify` run. Mutants must fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from exact import RULES, TOLERANCE, Context, Draft, Family, Model, deviation, families
-from scripted import WRONG, Guesser, check, drafts_of
+from scripted import WRONG, ToyDrafter, check, drafts_of
 from torch import Tensor
 
 from forerun.draft import base
@@ -23,14 +23,14 @@ FAMILIES = [family for family in families(12) if family.vocab == 3]
 
 
 class ToyJudge(Stateless):
-    """A model that reads anything and drafts by itself; or has no room behind some texts."""
+    """A judge that is a model and drafts by itself; `full` says after which texts its cache has no space."""
 
     def __init__(self, model: Model, full: Callable[[Context], bool] = lambda _: False) -> None:
         self.model, self.full = model, full
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> base.Draft:
         text, room = draws.rows[0].tokens[1:], self.full
-        return Guesser(self.model, room=lambda more: not room((*text, *more))).propose(draws, budgets, tail)
+        return ToyDrafter(self.model, room=lambda more: not room((*text, *more))).propose(draws, budgets, tail)
 
     def judge(self, chains: Sequence[ChainToJudge]) -> JudgeLogits:
         (asked,) = chains
@@ -62,13 +62,13 @@ class Alternating:
 
 
 def chains_of(make: Callable[[], CascadeDrafter], depth: int, rejection: bool = True) -> list[Draft]:
-    """Every chain that a cascade drafts, with its probability and the laws it declares."""
-    (found,) = drafts_of(make, [Budget(depth)], rejection)
-    return found
+    """Every chain that a cascade may draft, with its probability and declared laws."""
+    (drafts,) = drafts_of(make, [Budget(depth)], rejection)
+    return drafts
 
 
 def two(family: Family, length: int, kind: type[CascadeDrafter] = CascadeDrafter) -> Callable[[], CascadeDrafter]:
-    return lambda: kind(Guesser(family.q), ToyJudge(family.mid), FixedLength(length))
+    return lambda: kind(ToyDrafter(family.q), ToyJudge(family.mid), FixedLength(length))
 
 
 def top(family: Family) -> Model:
@@ -76,21 +76,21 @@ def top(family: Family) -> Model:
 
 
 def choosing(family: Family, length: int) -> Callable[[], CascadeDrafter]:
-    return lambda: CascadeDrafter(Guesser(family.q, drawn=False), ToyJudge(family.mid), FixedLength(length))
+    return lambda: CascadeDrafter(ToyDrafter(family.q, drawn=False), ToyJudge(family.mid), FixedLength(length))
 
 
 def three(family: Family, lengths: tuple[int, int]) -> Callable[[], CascadeDrafter]:
     inner, outer = lengths
 
     def make() -> CascadeDrafter:
-        lower = CascadeDrafter(Guesser(family.q), ToyJudge(family.mid), FixedLength(inner))
+        lower = CascadeDrafter(ToyDrafter(family.q), ToyJudge(family.mid), FixedLength(inner))
         return CascadeDrafter(lower, ToyJudge(top(family)), FixedLength(outer))
 
     return make
 
 
 def check_chains(drafts: Sequence[Draft], model: Model, depth: int) -> None:
-    """They are `depth` tokens drawn from this model one after the other, and say so."""
+    """Assert that the drafts are chains of `depth` tokens drawn from this model, and declare its law."""
     for draft in drafts:
         assert len(draft.tokens) == depth
         chance = 1.0
@@ -103,24 +103,24 @@ def check_chains(drafts: Sequence[Draft], model: Model, depth: int) -> None:
 
 @pytest.mark.short("3-2")
 @pytest.mark.parametrize(("depth", "length"), [(1, 0), (1, 3), (2, 0), (2, 1), (3, 1), (3, 2)])
-def test_a_cascade_of_two(depth: int, length: int) -> None:
+def test_a_cascade_of_two_emits_the_exact_law(depth: int, length: int) -> None:
     for family in FAMILIES:
         drafts = chains_of(two(family, length), depth)
         check_chains(drafts, family.mid, depth)
         check(drafts, family)
 
 
-def test_lengths_that_change() -> None:
+def test_changing_lengths_keep_the_exact_law() -> None:
     for family in FAMILIES[:3]:
-        drafts = chains_of(lambda f=family: CascadeDrafter(Guesser(f.q), ToyJudge(f.mid), Alternating((2, 0, 1))), 3)
+        drafts = chains_of(lambda f=family: CascadeDrafter(ToyDrafter(f.q), ToyJudge(f.mid), Alternating((2, 0, 1))), 3)
         check_chains(drafts, family.mid, 3)
         check(drafts, family)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("chosen", [FAMILIES[:3], pytest.param(FAMILIES[3:], marks=pytest.mark.full)], ids=len)
-def test_a_lower_member_that_chooses(chosen: list[Family]) -> None:
-    """Without a law its guesses are judged by `follow`, and what is emitted has the judge's law all the same."""
+def test_a_deterministic_lower_member_keeps_the_exact_law(chosen: list[Family]) -> None:
+    """Its draft tokens have no law and are verified by `follow`; the cascade still emits the judge's law."""
     for family in chosen:
         drafts = chains_of(choosing(family, 2), 3)
         check_chains(drafts, family.mid, 3)
@@ -128,48 +128,50 @@ def test_a_lower_member_that_chooses(chosen: list[Family]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (0, 1), (2, 1)])
-def test_a_cascade_of_three(lengths: tuple[int, int]) -> None:
+def test_a_cascade_of_three_emits_the_exact_law(lengths: tuple[int, int]) -> None:
     for family in FAMILIES[:3]:
         drafts = chains_of(three(family, lengths), 2)
         check_chains(drafts, top(family), 2)
         check(drafts, family)
 
 
-def test_a_judge_that_runs_out_of_room() -> None:
-    """Room may depend on what was emitted, the last token included: that stays, and what is missing was not drawn."""
+def test_a_judge_that_runs_out_of_cache_keeps_the_exact_law() -> None:
+    """Cache space may depend on emitted tokens: these stay, and the missing tokens were not drawn."""
     for family in FAMILIES:
         judge = ToyJudge(family.mid, full=lambda text: text[-1:] == (1,))
-        drafts = chains_of(lambda f=family, j=judge: CascadeDrafter(Guesser(f.q), j, FixedLength(1)), 3)
+        drafts = chains_of(lambda f=family, j=judge: CascadeDrafter(ToyDrafter(f.q), j, FixedLength(1)), 3)
         assert len({len(draft.tokens) for draft in drafts}) > 1
         check(drafts, family)
 
 
 @pytest.mark.full
-def test_a_judge_without_room_leaves_it_to_the_lower_member() -> None:
-    """Its guesses come with its own laws, or with none; room may depend on the text, and at two levels."""
+def test_without_cache_for_the_judge_the_lower_member_drafts_alone() -> None:
+    """Its draft tokens come with its own laws or none; space may depend on the text, and at two levels."""
     for family in FAMILIES[:4]:
         nowhere, at_first = (ToyJudge(family.mid, full) for full in (lambda _: True, lambda text: not text))
         for judge in (nowhere, at_first):
-            drafts = chains_of(lambda f=family, j=judge: CascadeDrafter(Guesser(f.q), j, FixedLength(1)), 2)
+            drafts = chains_of(lambda f=family, j=judge: CascadeDrafter(ToyDrafter(f.q), j, FixedLength(1)), 2)
             check_chains(drafts, family.q, 2)
             check(drafts, family)
             over = chains_of(
                 lambda f=family, j=judge: CascadeDrafter(
-                    CascadeDrafter(Guesser(f.q), j, FixedLength(1)), ToyJudge(top(f)), FixedLength(1)
+                    CascadeDrafter(ToyDrafter(f.q), j, FixedLength(1)), ToyJudge(top(f)), FixedLength(1)
                 ),
                 2,
             )
             check_chains(over, top(family), 2)
             check(over, family)
-        chosen = chains_of(lambda f=family, j=nowhere: CascadeDrafter(Guesser(f.q, drawn=False), j, FixedLength(1)), 2)
+        chosen = chains_of(
+            lambda f=family, j=nowhere: CascadeDrafter(ToyDrafter(f.q, drawn=False), j, FixedLength(1)), 2
+        )
         assert all(set(draft.q) == {None} for draft in chosen)
         check(chosen, family)
 
 
-def test_under_shared_noise_only_the_judge_is_heard() -> None:
-    """In coupled mode the chain is what the judge draws: again `depth` tokens of its law, and no law is declared."""
+def test_in_coupled_mode_the_draft_is_what_the_judge_draws() -> None:
+    """In coupled mode the chain is what the judge draws: `depth` tokens of its law, and no law is declared."""
     for family in FAMILIES:
-        drafts = chains_of(lambda f=family: CascadeDrafter(Guesser(f.q), ToyJudge(f.mid), FixedLength(2)), 2, False)
+        drafts = chains_of(lambda f=family: CascadeDrafter(ToyDrafter(f.q), ToyJudge(f.mid), FixedLength(2)), 2, False)
         chances: dict[Context, float] = {}
         for draft in drafts:
             assert set(draft.q) == {None}
@@ -179,7 +181,7 @@ def test_under_shared_noise_only_the_judge_is_heard() -> None:
 
 
 class LowerLaw(CascadeDrafter):
-    """The mutant: what was guessed below keeps the law that it was guessed from."""
+    """The mutant: accepted tokens of the lower member keep the law that it drew them from."""
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         (chain,) = chains
@@ -187,15 +189,15 @@ class LowerLaw(CascadeDrafter):
         super().emit(draws, chains, tree, logits)
         if tree.q is None:
             return
-        laws, guessed = chain.laws[-1].clone(), tree.tokens[0, 1:].tolist()
+        laws, drafted = chain.laws[-1].clone(), tree.tokens[0, 1:].tolist()
         for i, token in enumerate(chain.emitted[before:]):
-            if i < len(guessed) and token == guessed[i]:
+            if i < len(drafted) and token == drafted[i]:
                 laws[i] = tree.q.probs[tree.q.row[0, i]]
         chain.laws[-1] = laws
 
 
 class Choosy(CascadeDrafter):
-    """The mutant: a chain ends before a last token that was unlikely, which is dropped for what it is."""
+    """The mutant: an unlikely last token is dropped, and the chain ends before it."""
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         (chain,) = chains
@@ -207,14 +209,14 @@ class Choosy(CascadeDrafter):
 
 
 class AcceptedAlone(CascadeDrafter):
-    """The mutant: where a guess was rejected the chain ends, without the token that was recovered."""
+    """The mutant: after a rejection the chain ends without the recovered token."""
 
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         (chain,) = chains
         before = len(chain.emitted)
         super().emit(draws, chains, tree, logits)
-        run, guessed = chain.emitted[before:], tree.tokens[0, 1:].tolist()
-        if guessed and len(run) <= len(guessed):
+        run, drafted = chain.emitted[before:], tree.tokens[0, 1:].tolist()
+        if drafted and len(run) <= len(drafted):
             chain.emitted.pop()
             chain.laws[-1] = chain.laws[-1][:-1]
             chain.left = 0

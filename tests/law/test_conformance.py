@@ -1,7 +1,7 @@
 """One suite for all drafters, alone: a new drafter is one more line in `drafters.py` and gets all of this.
 
-It is asked for its manners: clean trees within budgets, state that depends on the committed text alone, nothing left
-behind. What the engine says with it is `test_conformance_output.py`'s question.
+Checked here: trees are clean and within budgets, state depends on the committed text alone, and `forget` removes all
+of it. `test_conformance_output.py` checks the engine's output with each drafter.
 """
 
 import random
@@ -24,7 +24,7 @@ from kit.assertions import assert_same
 from kit.texts import VOCAB, story
 
 CACHE_TOKENS = 2048
-LONGEST = 1024  # more than any text here: a target has read all of a text that it drafts for
+LONGEST = 1024  # more than any text here: a target must be able to read every text that is drafted for
 MODES = [(t, w, r) for t in (0.0, 1.0) for w in (1, 3) for r in (False, True)]  # temperature, width, rejection
 SHORT = {("bfloat16", 5, (1.0, 1, True)), ("bfloat16", 1, (0.0, 3, False))}
 HISTORIES = [
@@ -49,7 +49,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=DRAFTERS)
 def make(request: pytest.FixtureRequest, dtype: str) -> Callable[[], Drafter]:
-    """Builds a fresh drafter of one kind, beside the target where it may read that."""
+    """Builds a fresh drafter of one kind, with a target for those that read its cache or states."""
     if request.param in DOCUMENTED:
         return DOCUMENTED[request.param]
 
@@ -60,7 +60,7 @@ def make(request: pytest.FixtureRequest, dtype: str) -> Callable[[], Drafter]:
     return build
 
 
-def tell(drafter: Drafter, news: Committed) -> None:
+def observe(drafter: Drafter, news: Committed) -> None:
     """Observe, with made-up features (a function of the token) for drafters that read the target's states."""
     if drafter.taps:
         table = torch.randn(VOCAB, len(drafter.taps), 64, generator=torch.Generator().manual_seed(0))
@@ -68,8 +68,8 @@ def tell(drafter: Drafter, news: Committed) -> None:
     drafter.observe(news)
 
 
-def any_arm(drafter: Drafter, rng: random.Random) -> int:
-    """The arms of a mix in turn; there is no choice elsewhere."""
+def any_member(drafter: Drafter, rng: random.Random) -> int:
+    """A random member of a mix; 0 for other drafters."""
     return rng.randrange(len(drafter.names)) if len(drafter.names) > 1 else 0
 
 
@@ -85,14 +85,14 @@ def asked(
     return drafter.propose(draws, budgets, tail)
 
 
-def told_at_once(make: Callable[[], Drafter], rows: Sequence[Row]) -> Drafter:
+def observed_at_once(make: Callable[[], Drafter], rows: Sequence[Row]) -> Drafter:
     drafter = make()
-    tell(drafter, committed(rows))
+    observe(drafter, committed(rows))
     return drafter
 
 
 def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -> None:
-    """Nothing to sanitize: all invariants hold, all budgets are kept, the law is believed."""
+    """`sanitize` changes nothing: all invariants and budgets hold, and the declared law is valid."""
     tree = draft.tree
     roots = torch.tensor([row.text[-1] for row in rows])
     clean = sanitize(tree, roots, budgets, VOCAB)
@@ -125,21 +125,21 @@ def assert_clean(draft: Draft, rows: Sequence[Row], budgets: Sequence[Budget]) -
     "documented-float32-1-(0.0, 1, True)",
 )
 @pytest.mark.parametrize(("dtype", "batch", "mode"), HISTORIES)
-def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
+def test_drafts_are_clean_and_depend_on_the_committed_text_alone(
     make: Callable[[], Drafter], batch: int, mode: tuple[float, int, bool]
 ) -> None:
-    """Texts told in random pieces, then rounds in which random rows are drafted and parts of the trees come true."""
+    """Texts are observed in random pieces; then random rows are drafted, and random paths of the trees accepted."""
     rng = random.Random(f"{batch} {mode}")
     drafter, width = make(), mode[1]
     texts = {seq_id: story(8 + 17 * seq_id, seq_id) for seq_id in range(batch)}
     for news in chunked([Row(s, t) for s, t in texts.items()], seed=batch):
-        tell(drafter, news)
+        observe(drafter, news)
     for _ in range(4):
         rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, batch))]
-        budgets = [Budget(rng.randint(0, 5), width, rng.randint(5, 12), any_arm(drafter, rng)) for _ in rows]
+        budgets = [Budget(rng.randint(0, 5), width, rng.randint(5, 12), any_member(drafter, rng)) for _ in rows]
         draft = asked(drafter, rows, budgets, mode)
         assert_clean(draft, rows, budgets)
-        assert_same(draft, asked(told_at_once(make, rows), rows, budgets, mode))
+        assert_same(draft, asked(observed_at_once(make, rows), rows, budgets, mode))
         for b, row in enumerate(rows):
             node, children = 0, draft.tree.children()[b].tolist()
             while rng.random() < 0.7 and (below := [c for c in children[node] if c >= 0]):
@@ -147,7 +147,7 @@ def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
                 texts[row.seq_id].append(int(draft.tree.tokens[b, node]))
             texts[row.seq_id].append(rng.randrange(3, VOCAB))
         news = committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows])
-        tell(drafter, news)
+        observe(drafter, news)
 
 
 @pytest.mark.short(
@@ -161,18 +161,18 @@ def test_any_history_gives_clean_trees_that_depend_on_the_text_alone(
     "cascade-of-2-float32",
     "mix-of-3-bfloat16",
 )
-def test_forget_leaves_nothing_behind(make: Callable[[], Drafter]) -> None:
+def test_forget_removes_all_state_of_a_sequence(make: Callable[[], Drafter]) -> None:
     rows, others = [Row(s, story(70, s)) for s in range(3)], [Row(s, story(50, 9 + s)) for s in range(3)]
     drafter, budgets = make(), [Budget(4, 2, 8)] * 3
     before = size_of(drafter)
-    tell(drafter, committed(rows))
+    observe(drafter, committed(rows))
     asked(drafter, rows, budgets)
     assert size_of(drafter) > before
     drafter.forget([0, 1, 2, 1000])
     assert size_of(without_past(drafter)) == before
     assert asked(drafter, rows, budgets).tree.valid.sum() == 3
-    tell(drafter, committed(others))
-    assert_same(asked(drafter, others, budgets), asked(told_at_once(make, others), others, budgets))
+    observe(drafter, committed(others))
+    assert_same(asked(drafter, others, budgets), asked(observed_at_once(make, others), others, budgets))
 
 
 @pytest.mark.short(
@@ -191,20 +191,20 @@ def test_forget_leaves_nothing_behind(make: Callable[[], Drafter]) -> None:
     "mix-of-3-bfloat16",
     "documented:taps-float32",
 )
-def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Drafter]) -> None:
+def test_a_tail_counts_as_observed_during_one_proposal_only(make: Callable[[], Drafter]) -> None:
     rows = [Row(s, story(30, s)) for s in range(2)]
     longer = [rows[0], Row(1, rows[1].text + story(30, 7)[20:])]
-    drafter = told_at_once(make, rows)
+    drafter = observed_at_once(make, rows)
     if drafter.taps:
         pytest.skip("a tail has features of its own")
     tail = committed(longer[1:], [29])
-    for arm in range(len(drafter.names)):
-        budgets = [Budget(4, 2, 7, arm), Budget(3, drafter=arm)]
-        assert_same(asked(drafter, longer, budgets, tail=tail), asked(told_at_once(make, longer), longer, budgets))
-        assert_same(asked(drafter, rows, budgets), asked(told_at_once(make, rows), rows, budgets))
-    now = [rows[0], Row(1, [*longer[1].text[:33], 9])]  # of the tail a part has come true
-    tell(drafter, committed(now[1:], [29]))
-    assert_same(asked(drafter, now, budgets), asked(told_at_once(make, now), now, budgets))
+    for member in range(len(drafter.names)):
+        budgets = [Budget(4, 2, 7, member), Budget(3, drafter=member)]
+        assert_same(asked(drafter, longer, budgets, tail=tail), asked(observed_at_once(make, longer), longer, budgets))
+        assert_same(asked(drafter, rows, budgets), asked(observed_at_once(make, rows), rows, budgets))
+    now = [rows[0], Row(1, [*longer[1].text[:33], 9])]  # the target accepted a part of the tail
+    observe(drafter, committed(now[1:], [29]))
+    assert_same(asked(drafter, now, budgets), asked(observed_at_once(make, now), now, budgets))
 
 
 @pytest.mark.short(
@@ -216,25 +216,25 @@ def test_a_tail_is_as_if_observed_and_forgotten_on_return(make: Callable[[], Dra
     "cascade-of-2-bfloat16",
     "mix-of-2-float32",
 )
-def test_outlook_is_kept_and_strangers_get_a_root_alone(make: Callable[[], Drafter]) -> None:
+def test_drafts_stay_within_the_outlook_and_unknown_sequences_get_none(make: Callable[[], Drafter]) -> None:
     drafter, rows = make(), [Row(s, story(length, s)) for s, length in enumerate((5, 250, 300, 505, 512, 600))]
-    told = rows[1:]
-    tell(drafter, committed(told))
+    known = rows[1:]
+    observe(drafter, committed(known))
     outlook = drafter.outlook([row.seq_id for row in rows])
     assert len(outlook.unread) == len(outlook.limit) == len(rows)
     assert outlook.unread[0] == outlook.limit[0] == 0
     budgets = [Budget(6)] * len(rows)
     draft = asked(drafter, rows, budgets)
     assert_clean(draft, rows, budgets)
-    for found, limit in zip(draft.tree.depths().max(1).values.tolist(), outlook.limit, strict=True):
-        assert found <= limit
-    behind = any(arm.startswith(("model", "cascade")) for arm in drafter.names)  # readers of text may be
-    left = drafter.outlook([row.seq_id for row in told]).unread
+    for depth, limit in zip(draft.tree.depths().max(1).values.tolist(), outlook.limit, strict=True):
+        assert depth <= limit
+    behind = any(member.startswith(("model", "cascade")) for member in drafter.names)  # readers of text may be
+    left = drafter.outlook([row.seq_id for row in known]).unread
     assert behind or not any(count for count, limit in list(zip(left, outlook.limit[1:], strict=True))[1:] if limit)
 
 
 @pytest.mark.parametrize("name", ["early-exit:adapted", "medusa", "eagle", "block", "mtp"])
-def test_text_without_the_states_that_a_drafter_reads_is_refused(name: str) -> None:
+def test_tokens_without_required_hidden_states_are_refused(name: str) -> None:
     target, text = Runner.of(decoder("float32"), 64), [1, 5, 9]
     drafter = built(name, target, num_tokens=64)
     target.read([Read(0, text[:-1])])

@@ -37,7 +37,7 @@ BATCHES = (
     *((CHAIN, 1), (TREE, 1)),
     *((Speculation(depth), 8) for depth in (0, 1, 3, 7)),
     *((TREE, 8), (WIDE, 8), (STATIC, 8)),
-    *((Speculation(), 1), (Speculation(), 8), (Speculation(width=2), 8)),  # as far as pays
+    *((Speculation(), 1), (Speculation(), 8), (Speculation(width=2), 8)),  # the engine chooses the depth
 )
 NUM_TOKENS = 24
 
@@ -66,7 +66,7 @@ def answers(
     speculation: bool | Speculation = True,
     num_tokens: int = NUM_TOKENS,
 ) -> list[tuple[int, ...]]:
-    """What is generated, the prompts in turn."""
+    """The generated tokens of each row; the prompts repeat."""
     prompts = list(islice(cycle(PROMPTS), batch))
     found = llm.generate(prompts, asked(temperatures, batch, num_tokens), speculation=speculation)
     return [result.outputs[0].token_ids for result in found]
@@ -82,7 +82,7 @@ def plain(temperatures: Sequence[float], dtype: str = "float32") -> list[tuple[i
 
 @cache
 def full_texts(temperatures: Sequence[float], dtype: str) -> list[list[int]]:
-    """Prompts and plain answers, joined: what an oracle knows."""
+    """Prompts and plain answers, joined; oracles draft from them."""
     prompts = cycle(context().tokenizer.encode(prompt) for prompt in PROMPTS)
     return [prompt + list(answer) for prompt, answer in zip(prompts, plain(temperatures, dtype), strict=False)]
 
@@ -121,16 +121,16 @@ def plain_crowd(dtype: str) -> list[Answer]:
 @pytest.mark.short("suffix-bfloat16", "hydra-bfloat16", "mix-of-3-float32")
 @above_all_bfloat16
 @every_drafter
-def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
-    """Log-probabilities too, in a cache that the rows outgrow together; and with faults among the drafts."""
+def test_chunks_and_preemption_change_no_output(name: str, dtype: str) -> None:
+    """Log-probabilities too, in a cache that the rows outgrow together, and with faulty drafts among the others."""
     rng = random.Random(name)
 
     def drafter(target: Runner) -> Faulty:
         answers = [answer.tokens for answer in plain_crowd(dtype)]
         return Faulty([built(name, target, dtype, 256)], rng, lambda: answers)
 
-    for wish in (CHAIN, TREE):
-        got = decode(bench_of(dtype), CROWD, wish, drafter, num_tokens=192, chunk_tokens=29)
+    for speculation in (CHAIN, TREE):
+        got = decode(bench_of(dtype), CROWD, speculation, drafter, num_tokens=192, chunk_tokens=29)
         assert got.answers == plain_crowd(dtype)
         assert got.num_preempted > 0
         assert got.stats.num_drafted > 0
@@ -140,7 +140,9 @@ def test_chunks_and_preemption_change_nothing(name: str, dtype: str) -> None:
 @above_all_float32
 @pytest.mark.parametrize("verification", ["token", "block"])
 @every_drafter
-def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: str, dtype: str) -> None:
+def test_greedy_output_under_rejection_rules_is_that_of_plain_decoding(
+    name: str, verification: str, dtype: str
+) -> None:
     llm = LLM(str(TARGET), as_draft(name), dtype=dtype, verification=verification)
     for speculation in (CHAIN, TREE):
         with unchecked():
@@ -159,7 +161,7 @@ def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: s
 )
 @every_dtype
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_drafter_changes_the_output(name: str, dtype: str) -> None:
+def test_no_hostile_drafter_changes_the_output(name: str, dtype: str) -> None:
     drafter = Hostile(HOSTILE[name], full_texts(MIXED, dtype))
     llm = LLM(str(TARGET), drafter, dtype=dtype)
     for speculation in (Speculation(4), Speculation(3, 3, 9)):
@@ -179,14 +181,14 @@ def test_no_drafter_changes_the_output(name: str, dtype: str) -> None:
 )
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_drafter_changes_greedy_output_under_rejection_rules(name: str, verification: str) -> None:
+def test_no_hostile_drafter_changes_greedy_output_under_rejection_rules(name: str, verification: str) -> None:
     drafter = Hostile(HOSTILE[name], full_texts(GREEDY, "float32"))
     llm = LLM(str(TARGET), drafter, dtype="float32", verification=verification)
     assert answers(llm, GREEDY, 5, num_tokens=10) == [a[:10] for a in plain(GREEDY)[:5]]
 
 
 @pytest.mark.parametrize("temperatures", [GREEDY, SAMPLED])
-def test_every_guess_of_an_oracle_is_accepted(temperatures: Sequence[float]) -> None:
+def test_every_draft_token_of_an_oracle_is_accepted(temperatures: Sequence[float]) -> None:
     texts = full_texts(temperatures, "float32")
     llm = LLM(str(TARGET), Hostile(HOSTILE["oracle"], texts), dtype="float32")
     answers(llm, temperatures, 5, Speculation(7))
@@ -203,7 +205,7 @@ FIXED_BATCHES = ((CHAIN, 1), (TREE, 8), (Speculation(5), 8))
 
 @pytest.mark.short("cascade-of-heads", "mix-of-3")
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_passes_of_fixed_shape_say_what_plain_decoding_says(name: str) -> None:
+def test_passes_of_fixed_shape_give_the_output_of_plain_decoding(name: str) -> None:
     """As on a GPU."""
     llm = LLM(str(TARGET), as_draft(name), dtype="float32", device=Placement(torch.device("cpu"), fixed=True))
     for speculation, batch in FIXED_BATCHES:
@@ -214,15 +216,15 @@ def test_passes_of_fixed_shape_say_what_plain_decoding_says(name: str) -> None:
 
 
 @every_dtype
-def test_a_model_that_drafts_for_itself_is_always_right(dtype: str) -> None:
+def test_a_target_as_its_own_draft_model_is_always_accepted(dtype: str) -> None:
     llm = LLM(str(TARGET), f"model:{TARGET}", dtype=dtype)
     answers(llm, MIXED, 5, Speculation(4))
     assert llm.stats.num_accepted == llm.stats.num_drafted > 0
 
 
 @pytest.mark.parametrize("lower", [None, "early-exit:4"])
-def test_beyond_the_drafters_context_decoding_goes_on(lower: str | None) -> None:
-    """The drafter has 256 positions, the target 290: guesses end with the one, or are another's from there on."""
+def test_decoding_goes_on_beyond_the_drafters_context(lower: str | None) -> None:
+    """The drafter has 256 positions, the target 290: past 256 only a cascade's lower member drafts."""
     prompt, to_the_end = story(230, 0), SamplingParams(temperature=1.0, seed=5, max_tokens=None, ignore_eos=True)
     expected = LLM(str(TARGET), dtype="float32", max_model_len=290).generate(prompt, to_the_end)[0].outputs[0]
     draft = f"cascade[{lower},model:{SMALL}]" if lower else f"model:{SMALL}"
@@ -235,7 +237,7 @@ def test_beyond_the_drafters_context_decoding_goes_on(lower: str | None) -> None
 
 
 @every_dtype
-def test_a_drafter_short_of_memory_changes_nothing(dtype: str) -> None:
+def test_a_drafter_short_of_memory_changes_no_token(dtype: str) -> None:
     small = Blueprint.of(str(SMALL), dtype=dtype)
     for num_tokens in (0, 64, 192):
         drafter = ModelDrafter(small.load(num_tokens), VOCAB)

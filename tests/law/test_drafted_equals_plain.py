@@ -1,11 +1,10 @@
-"""The promise itself: plain and speculative decoding give the same tokens and log-probabilities, without tolerance.
+"""Plain and speculative decoding give the same tokens and log-probabilities, without tolerance.
 
-Two pairs of models in every format; chains of every depth and trees; batches, chunks and threads of any number;
-preemption; every family. 200 prompts each, in parts of 20, each a proof of its own: a sample runs always, all of them
-as long proofs. Stories go on from texts of the target's own. Near the end of its context prompts lie beyond the draft
-model's own, where its depth is 0. The bundled pair goes on from code that it has not seen, out of the library of the
-Python that runs the tests. A tenth of its prompts ends just before each border of the attention's key blocks, at 512
-and 1,024 tokens, and is drafted across it.
+Two pairs of models in every format; chains of every depth and trees; any number of sequences, threads and tokens per
+chunk; preemption; every family. Each pair has 200 prompts in parts of 20: a sample runs always, all of them as long
+proofs. Prompts of the stories models are texts of the target. Some are longer than the draft model's context, where its
+depth is 0. Prompts of the bundled pair are held-out code from the library of the Python that runs the tests. A tenth of
+them ends just before each border of the attention's key blocks, at 512 and 1,024 tokens, and is drafted across it.
 """
 
 import random
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import CHAINS, FOLDERS, FORMATS, STATIC, TREES, WISHES, Answer, Asked, Decoded, decode, decode_plain
+from equality import CHAINS, FOLDERS, FORMATS, SPECULATIONS, STATIC, TREES, Answer, Asked, Decoded, decode, decode_plain
 from fuzz import Bench, number_format, run
 from recipes.stdlib.corpus import read_corpus, standard_library
 from torch import Tensor
@@ -47,7 +46,7 @@ SETTINGS = [
 
 
 def asked(i: int, prompt: list[int]) -> Asked:
-    """Every kind of prompt meets every setting."""
+    """A prompt with a setting; every kind of prompt gets every setting."""
     setting = SETTINGS[(i + i // 10) % len(SETTINGS)]
     return Asked(prompt, SamplingParams(**setting, seed=i, max_tokens=NUM_NEW, ignore_eos=True, logprobs=0))
 
@@ -69,7 +68,7 @@ def stories() -> list[Asked]:
 
 @cache
 def code() -> list[Asked]:
-    """The fifth of every ten prompts ends before the first border, the tenth before the second."""
+    """Prompts of held-out code: the fifth of every ten ends before the first border, the tenth before the second."""
     tokenizer, rng, found = Tokenizer.load(BUNDLED["stdlib"]), random.Random(NUM_PROMPTS), []
     files = [file for file in read_corpus(standard_library()) if file.held_out]
     texts = [tokens for file in files if len(tokens := tokenizer.encode(file.text)) >= LONGEST]
@@ -85,7 +84,7 @@ def code() -> list[Asked]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and its draft model, what they are asked, and a cache hardly larger than the longest text."""
+    """A target and its draft model, their requests, and the size of a cache hardly larger than the longest text."""
 
     target: Path
     draft: Path
@@ -129,38 +128,40 @@ def plain(pair: str, dtype: str, part: int) -> list[Answer]:
     return decode_plain(bench_of(pair, dtype), part_of(pair, part))
 
 
-def drafted(pair: str, dtype: str, part: int, drafter: Drafter, wish: Speculation) -> Decoded:
-    """In a batch, chunks and threads of any number."""
-    rng = random.Random(f"{part} {wish}")
+def drafted(pair: str, dtype: str, part: int, drafter: Drafter, speculation: Speculation) -> Decoded:
+    """The requests of a part, drafted with a random number of sequences, threads and tokens per chunk."""
+    rng = random.Random(f"{part} {speculation}")
     limits = {"max_num_seqs": rng.randint(1, 8), "chunk_tokens": rng.choice([512, 400, 64, 33])}
     with threads(rng.randint(1, 2)):
-        return decode(bench_of(pair, dtype), part_of(pair, part), wish, drafter, **limits)
+        return decode(bench_of(pair, dtype), part_of(pair, part), speculation, drafter, **limits)
 
 
 @pytest.mark.short("stories-float32", "stories-int4", "stdlib-bfloat16")
 @every_format
-def test_a_sample(pair: str, dtype: str) -> None:
-    """A chain and a tree; of the prompts at least one for each border, or for the second."""
+def test_drafted_equals_plain_for_a_sample_of_prompts(pair: str, dtype: str) -> None:
+    """A chain and a tree; among the prompts is one before each border, or before the second only."""
     bench, chosen = bench_of(pair, dtype), part_of(pair, 0)[6:10]
     if "by torch" not in dtype:
         chosen[0] = part_of(pair, 0)[4]
     expected = decode_plain(bench, chosen)
-    for wish in (CHAINS[4], TREES[len(dtype) % 3]):
-        got = decode(bench, chosen, wish, drafter_of(pair, dtype), max_num_seqs=3, chunk_tokens=77)
-        assert got.answers == expected, wish
+    for speculation in (CHAINS[4], TREES[len(dtype) % 3]):
+        got = decode(bench, chosen, speculation, drafter_of(pair, dtype), max_num_seqs=3, chunk_tokens=77)
+        assert got.answers == expected, speculation
         assert 20 < got.stats.num_accepted < got.stats.num_drafted
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wishes", [CHAINS[:4], CHAINS[4:], TREES], ids=["shallow", "deep", "trees"])
+@pytest.mark.parametrize("speculations", [CHAINS[:4], CHAINS[4:], TREES], ids=["shallow", "deep", "trees"])
 @every_part
 @every_format
-def test_every_depth_and_tree(pair: str, dtype: str, part: int, wishes: list[Speculation]) -> None:
-    """One drafter for all, which every run leaves as it found it."""
+def test_drafted_equals_plain_at_every_depth_and_tree(
+    pair: str, dtype: str, part: int, speculations: list[Speculation]
+) -> None:
+    """One drafter serves all runs: each must leave it empty."""
     drafter = drafter_of(pair, dtype)
-    for wish in wishes:
-        got = drafted(pair, dtype, part, drafter, wish)
-        assert got.answers == plain(pair, dtype, part), wish
+    for speculation in speculations:
+        got = drafted(pair, dtype, part, drafter, speculation)
+        assert got.answers == plain(pair, dtype, part), speculation
         assert 100 < got.stats.num_accepted < got.stats.num_drafted
 
 
@@ -168,28 +169,28 @@ def test_every_depth_and_tree(pair: str, dtype: str, part: int, wishes: list[Spe
 @pytest.mark.parametrize("spec", ["ngram", "model:stdlib-middle"])
 @every_part
 @every_format
-def test_other_drafters(pair: str, dtype: str, part: int, spec: str) -> None:
-    """Two depths and a tree for each part, every one of them somewhere."""
+def test_drafted_equals_plain_with_other_drafters(pair: str, dtype: str, part: int, spec: str) -> None:
+    """Two depths and a tree for each part; over all parts every depth and tree occurs."""
     if pair == "stories" and spec != "ngram":
         pytest.skip("it has the bundled models' vocabulary")
     drafter = drafter_of(pair, dtype, spec)
-    for wish in (CHAINS[part % 8], CHAINS[(part + 4) % 8], TREES[part % 3]):
-        got = drafted(pair, dtype, part, drafter, wish)
-        assert got.answers == plain(pair, dtype, part), wish
+    for speculation in (CHAINS[part % 8], CHAINS[(part + 4) % 8], TREES[part % 3]):
+        got = drafted(pair, dtype, part, drafter, speculation)
+        assert got.answers == plain(pair, dtype, part), speculation
         assert 20 < got.stats.num_accepted < got.stats.num_drafted
 
 
 @pytest.mark.short("stories-bfloat16-0")
 @every_part
 @every_format
-def test_under_preemption(pair: str, dtype: str, part: int) -> None:
-    """A drafter has to give up rows too."""
+def test_drafted_equals_plain_under_preemption(pair: str, dtype: str, part: int) -> None:
+    """The drafter's cache is too small for all rows, too."""
     bench, drafter, num_tokens = (
         bench_of(pair, dtype),
         drafter_of(pair, dtype, num_tokens=1280),
         PAIRS[pair].scarce_tokens,
     )
-    got = decode(bench, part_of(pair, part), WISHES[part], drafter, num_tokens=num_tokens, chunk_tokens=400)
+    got = decode(bench, part_of(pair, part), SPECULATIONS[part], drafter, num_tokens=num_tokens, chunk_tokens=400)
     assert got.answers == plain(pair, dtype, part)
     assert got.num_preempted > 0
     assert got.stats.num_accepted > 50
@@ -217,15 +218,15 @@ def random_pair(numbers: str) -> Bench:
 @pytest.mark.short("bfloat16-512")
 @pytest.mark.parametrize("edge", [512, 1024])
 @pytest.mark.parametrize("numbers", FORMATS)
-def test_across_key_blocks(numbers: str, edge: int) -> None:
+def test_drafted_equals_plain_across_key_blocks(numbers: str, edge: int) -> None:
     """Prompts that end just before the cache's key blocks do, drafted across the edge."""
     bench, rng = random_pair(numbers), random.Random(edge)
     chosen = [asked(i, [rng.randrange(3, 512) for _ in range(edge - rng.randrange(1, 40))]) for i in range(4)]
     plain = decode_plain(bench, chosen)
-    for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 400), (Speculation(8), 61)):
+    for speculation, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 400), (Speculation(8), 61)):
         self_draft = bench.with_cache(bench.runner, 16384)
         drafter = type(bench.model_drafter())(self_draft, 512)
-        got = decode(bench, chosen, wish, drafter, max_num_seqs=6, chunk_tokens=chunk, num_tokens=16384)
+        got = decode(bench, chosen, speculation, drafter, max_num_seqs=6, chunk_tokens=chunk, num_tokens=16384)
         assert got.answers == plain
         assert got.stats.num_accepted > 80
 
@@ -233,15 +234,15 @@ def test_across_key_blocks(numbers: str, edge: int) -> None:
 @pytest.mark.short("int8-qwen3_moe", "float32-gemma2", "bfloat16-ministral3")
 @pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
 @pytest.mark.parametrize("numbers", FORMATS)
-def test_of_every_family(family: str, numbers: str, tmp_path: Path) -> None:
-    """Guesses of the model's own, and n-grams, in chains and trees: each node chooses experts as it would alone."""
+def test_drafted_equals_plain_for_every_family(family: str, numbers: str, tmp_path: Path) -> None:
+    """Chains and trees of the model itself and of n-grams: each node chooses experts as it would alone."""
     folder = write_sparse(tmp_path / family, family)
     bench, rng = Bench.of(folder, folder, numbers), random.Random(7)
     count = 3 if "by torch" in numbers else 4  # oneDNN takes a millisecond for a small product of 8 bits
     chosen = [asked(i, [rng.randrange(3, 512) for _ in range(rng.randrange(1, 90))]) for i in range(count)]
     plain = decode_plain(bench, chosen)
-    for wish, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 40), (STATIC, 17)):
-        got = decode(bench, chosen, wish, bench.model_drafter(), max_num_seqs=6, chunk_tokens=chunk)
+    for speculation, chunk in ((Speculation(5), 512), (Speculation(3, 3, 9), 40), (STATIC, 17)):
+        got = decode(bench, chosen, speculation, bench.model_drafter(), max_num_seqs=6, chunk_tokens=chunk)
         assert got.answers == plain
         assert got.stats.num_accepted > 50
     assert decode(bench, chosen, Speculation(4, 2, 8), NgramDrafter(), chunk_tokens=9).answers == plain

@@ -1,8 +1,8 @@
 """Cascades and mixes keep the exact law over several rounds of the target, sampled with keyed noise.
 
-In a cascade an inner round may begin behind a root at which an earlier inner round began too, one whose draws the
-target has judged since: its noise must be another's all the same. A mix chooses its members by what earlier rounds
-gave. Mutants that do not see to it must fail.
+In a cascade an inner round may begin at the same root as an earlier inner round whose draws the target has verified
+since: its noise must differ. A mix chooses its members by the results of earlier rounds. Mutants that violate this must
+fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ LOWER = torch.tensor([0.6, 0.3, 0.1]).log().expand(VOCAB, VOCAB)
 class Table(Stateless):
     """A model that is a table of logits, as member and as judge; tokens are independent of each other.
 
-    It is as sure of each guess as the table; where it does not draw it chooses the last token.
+    Its survival estimates are the table's probabilities; where it does not draw it chooses the last token.
     """
 
     def __init__(self, logits: Tensor, drawn: bool = True) -> None:
@@ -52,7 +52,7 @@ class Table(Stateless):
 
 
 class RoundByRound(CascadeDrafter):
-    """Goes on in rounds where the judge might as well draft by itself."""
+    """Continues in rounds where the judge would otherwise draft alone."""
 
     def judge_alone(
         self, draws: Draws, rows: Sequence[int], chains: Sequence[Chain], tail: Committed | None, timed: bool
@@ -61,7 +61,7 @@ class RoundByRound(CascadeDrafter):
 
 
 class OfStates(Table):
-    """Guesses behind the target's text alone."""
+    """A drafter that can draft after committed text only, since it reads the target's states."""
 
     taps = (1,)
 
@@ -79,18 +79,18 @@ CASCADES: dict[str, Callable[[], CascadeDrafter]] = {
 
 
 def bias(drafter: CascadeDrafter, rule: Verification) -> float:
-    """P-value of what is said where this drafts two guesses a round."""
+    """P-value of the first two tokens where this drafter drafts two tokens per round."""
     return first_pairs(P, rule, lambda draws, _: drafter.propose(draws, [Budget(2)] * len(draws.rows)).tree)
 
 
 @pytest.mark.short("drawn-block", "three-block")
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
-def test_what_is_drafted_again_is_drawn_afresh(kind: str, rule: Verification) -> None:
+def test_redrafted_positions_of_a_cascade_get_fresh_noise(kind: str, rule: Verification) -> None:
     assert bias(CASCADES[kind](), rule) > 1e-4
 
 
 def rounds_by_their_own_root(patch: pytest.MonkeyPatch) -> None:
-    """Inner rounds that know where they begin, and not the round they lie in."""
+    """The mutant: the noise of inner rounds depends on their own root and not on the outer round."""
     within = Draws.within
 
     def forgetful(self: Draws, places: Sequence[int], tails: Sequence[Sequence[int]]) -> Draws:
@@ -102,7 +102,7 @@ def rounds_by_their_own_root(patch: pytest.MonkeyPatch) -> None:
 
 
 def choices_by_position(patch: pytest.MonkeyPatch) -> None:
-    """A judge that chooses under the noise of positions, as the target does where it judges by choices."""
+    """The mutant: a judge chooses with the noise of positions, which coupled verification uses as well."""
 
     def shared(self: Draws, row: RowSampling, purpose: Purpose, round_: int) -> int:
         where = (0, 0) if purpose is Purpose.COUPLED else (self.level, round_)
@@ -113,7 +113,7 @@ def choices_by_position(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.short("choices_by_position")
 @pytest.mark.parametrize("mutant", [rounds_by_their_own_root, choices_by_position])
-def test_block_with_noise_that_was_looked_at_is_biased(
+def test_block_with_reused_noise_is_biased(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
@@ -121,7 +121,7 @@ def test_block_with_noise_that_was_looked_at_is_biased(
 
 
 class Peeking(MixDrafter):
-    """The mutant: both members draft, and the one whose first guess is the larger token is taken, with its law."""
+    """The mutant: both members draft, and the one with the larger first token is chosen, with its law."""
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         each = [
@@ -133,7 +133,7 @@ class Peeking(MixDrafter):
 
 
 def mix_bias(mix: MixDrafter, rule: Verification, which: Sequence[int]) -> float:
-    """P-value of what is said where a row's drafter hangs on what it has said before the round."""
+    """P-value of the first two tokens where a row's drafter depends on its tokens before the round."""
 
     def propose(draws: Draws, gained: list[list[int]]) -> DraftTree:
         taken = [which[(i + sum(text)) % len(which)] for i, text in enumerate(gained)]
@@ -150,10 +150,10 @@ MEMBERS = [Table(LOWER), Table(MIDDLE)], ["low", "high"]
 @pytest.mark.short("token-(2,)")
 @pytest.mark.parametrize("which", [(0, 1), (MERGED,), (0, 1, MERGED)], ids=str)
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
-def test_members_that_follow_from_the_past(rule: Verification, which: tuple[int, ...]) -> None:
+def test_a_mix_that_chooses_members_by_past_tokens_keeps_the_law(rule: Verification, which: tuple[int, ...]) -> None:
     assert mix_bias(MixDrafter(*MEMBERS), rule, which) > 1e-4
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_member_that_was_chosen_by_what_it_drew_is_noticed(rule: Verification) -> None:
+def test_choosing_a_member_by_its_own_draws_is_noticed(rule: Verification) -> None:
     assert mix_bias(Peeking(*MEMBERS), rule, (0,)) < 1e-6

@@ -1,7 +1,7 @@
 """Every drafter drafts for every family, and the tokens are those of plain decoding.
 
-Models are random, and drafters that are trained are fitted to them, so that some guesses are right. What a family's
-layers compute is compared in tests/models; number formats, batches and the shapes of drafts are other laws' questions.
+Models are random, and trained drafters are fitted to them, so that some draft tokens are accepted. tests/models checks
+what a family's layers compute; other files of this folder cover number formats, batches and shapes of drafts.
 """
 
 from collections.abc import Callable

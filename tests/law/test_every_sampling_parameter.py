@@ -1,8 +1,8 @@
-"""Every transform of sampling, alone and in random combinations, in batches whose rows all differ.
+"""Every sampling parameter, alone and in random combinations, in batches whose rows all differ.
 
-Plain decoding must say what a slow reference says that shares nothing with the engine but the model's raw logits and
-the noise's hash. Drafted decoding must say what plain decoding says, token for token, whatever drafts: chains and
-trees, n-grams, a model, and an oracle, under which long runs are accepted and each guess needs its own path's state.
+Plain decoding must give the tokens of a slow reference that shares only the model's raw logits and the noise's hash
+with the engine. Drafted decoding must give the tokens of plain decoding: with chains and trees, n-grams, a model, and
+an oracle, whose long accepted runs need the sampling state of each node's own path.
 """
 
 import itertools
@@ -26,8 +26,8 @@ from forerun.sampling.noise import gumbel, mix, signed
 from forerun.sampling.params import SamplingParams
 from kit.assertions import tokens_of
 from kit.checkpoints import SMALL, TARGET
-from kit.laws import Reals, narrowed, shaped
-from kit.oracles import Oracle, seen
+from kit.laws import Reals, edited_logits, filtered_logits
+from kit.oracles import Oracle, exact_parts
 from kit.unchecked import unchecked
 
 VOCAB, EOS = 512, 2
@@ -39,7 +39,7 @@ CHAIN, TREE = Speculation(4), Speculation(4, 3, 9)
 
 
 def no_repeated_pairs(tokens: Sequence[int], logits: Tensor) -> Tensor:
-    """No two tokens follow each other twice: depends on the whole text."""
+    """No pair of tokens occurs twice: depends on the whole text."""
     after = [second for first, second in itertools.pairwise(tokens) if first == tokens[-1]]
     return logits.index_fill(0, torch.tensor(after, dtype=torch.long), -math.inf)
 
@@ -144,13 +144,13 @@ def plain(dtype: str = "float32") -> LLM:
 def reference_token(logits: Reals, text: list[int], num_prompt: int, params: SamplingParams) -> int:
     """The next token: the largest logit, or the largest under the noise of its position."""
     words = [ids for word in params.bad_words for ids in plain().tokenizer.spellings(word)]
-    logits = shaped(logits, text, num_prompt, params, (EOS,), words)
+    logits = edited_logits(logits, text, num_prompt, params, (EOS,), words)
     if params.temperature == 0:
         return int(logits.argmax())
     assert params.seed is not None
     key = mix((params.seed, 0, 0, 0, 0, len(text)))  # seed, sample, coupled noise, no level, no round, position
     noise = gumbel(torch.tensor([signed(key)]), VOCAB)[0].double().numpy()
-    return int((narrowed(logits, params) + noise).argmax())
+    return int((filtered_logits(logits, params) + noise).argmax())
 
 
 def reference(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], dtype: str) -> list[tuple[int, ...]]:
@@ -173,32 +173,32 @@ def reference(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     return [tuple(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def referred(params: Sequence[SamplingParams], dtype: str = "float32") -> list[RequestOutput]:
-    """Plain answers, found to be those of the reference."""
+def checked_plain(params: Sequence[SamplingParams], dtype: str = "float32") -> list[RequestOutput]:
+    """Plain answers, after asserting that they are those of the reference."""
     with unchecked():
         results = plain(dtype).generate(prompts_for(params), params)
         right = reference([result.prompt_token_ids for result in results], params, dtype)
-    for asked, found, expected in zip(params, tokens_of(results), right, strict=True):
-        assert found == expected, asked
+    for asked, tokens, expected in zip(params, tokens_of(results), right, strict=True):
+        assert tokens == expected, asked
     return results
 
 
 @cache
 def plain_alone(dtype: str = "float32") -> tuple[list[SamplingParams], list[RequestOutput]]:
     params = alone()
-    return params, referred(params, dtype)
+    return params, checked_plain(params, dtype)
 
 
 @cache
 def plain_combined(dtype: str) -> tuple[list[SamplingParams], list[RequestOutput]]:
     params = combined(7, 2 * BATCH)
-    return params, referred(params, dtype)
+    return params, checked_plain(params, dtype)
 
 
 def check_drafted(
     draft: str, params: Sequence[SamplingParams], expected: Sequence[RequestOutput], dtype: str = "float32"
 ) -> None:
-    """In every shape what a drafter's guesses lead to is the plain answer."""
+    """Assert that drafted answers equal plain ones, with chains and trees."""
     oracle = Oracle(errs=lambda place: place % 7 == 6)
     oracle.learn(expected, params)
     llm = LLM(str(TARGET), oracle if draft == "oracle" else as_draft(draft), dtype=dtype, max_num_seqs=BATCH)
@@ -206,7 +206,7 @@ def check_drafted(
         with unchecked():
             found = llm.generate(prompts_for(params), params, speculation=shape)
         for asked, one, other in zip(params, found, expected, strict=True):
-            assert seen(one) == seen(other), (shape, asked)
+            assert exact_parts(one) == exact_parts(other), (shape, asked)
     assert llm.stats.num_drafted > 0
     if draft == "oracle":
         assert llm.stats.num_accepted > llm.stats.num_rounds
@@ -220,28 +220,28 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.short("float32-ngram", "float32-oracle")
 @every_drafter
 @every_dtype
-def test_every_transform_alone(draft: str, dtype: str) -> None:
+def test_every_parameter_alone_gives_the_tokens_of_plain_decoding(draft: str, dtype: str) -> None:
     check_drafted(draft, *plain_alone(dtype), dtype)
 
 
 @pytest.mark.full
 @every_drafter
 @every_dtype
-def test_every_drafter_under_combinations(draft: str, dtype: str) -> None:
+def test_combined_parameters_give_the_tokens_of_plain_decoding(draft: str, dtype: str) -> None:
     check_drafted(draft, *plain_combined(dtype), dtype)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(100, 140))])
-def test_random_combinations(seed: int) -> None:
+def test_random_combinations_give_the_tokens_of_the_reference(seed: int) -> None:
     params = combined(seed, (5 if seed else 2) * BATCH)
-    expected = referred(params)
+    expected = checked_plain(params)
     for draft in ("ngram", "model:stories280k", "oracle"):
         check_drafted(draft, params, expected)
 
 
 @pytest.mark.short("token")
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_greedy_transforms_under_rejection_rules(verification: Verification) -> None:
+def test_greedy_output_is_that_of_plain_decoding_under_rejection_rules(verification: Verification) -> None:
     """A point mass is accepted or rejected without chance: the same tokens under every rule."""
     params = [asked for asked in [*plain_alone()[0], *combined(9, BATCH)] if asked.temperature == 0]
     prompts = prompts_for(params)
@@ -251,5 +251,7 @@ def test_greedy_transforms_under_rejection_rules(verification: Verification) -> 
     for draft in (f"model:{SMALL}", oracle):
         llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=BATCH, verification=verification)
         for shape in (CHAIN, TREE):
-            assert list(map(seen, llm.generate(prompts, params, speculation=shape))) == list(map(seen, expected))
+            assert list(map(exact_parts, llm.generate(prompts, params, speculation=shape))) == list(
+                map(exact_parts, expected)
+            )
         assert llm.stats.num_accepted > 0

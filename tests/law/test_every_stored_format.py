@@ -1,8 +1,8 @@
-"""Every format that weights are stored in: guesses change no token and no log-probability, without tolerance.
+"""For every format that weights are stored in, drafting changes no token and no log-probability, without tolerance.
 
-A batch, greedy and sampled, in chains and trees, by what `auto` chooses for the file. Models are random, and every
-format has a row: those of GGUF, the architectures that are read of it, quantised folders, and two published files,
-which FORERUN_REAL_MODELS names the folder of. What weights are worth is compared in tests/models.
+A batch, greedy and sampled, in chains and trees, with the options that `auto` chooses for the file. Models are random.
+Covered are all formats of GGUF, the architectures that are read from it, quantised folders, and two published files in
+the folder that FORERUN_REAL_MODELS names. tests/models compares the weights' values.
 """
 
 import os
@@ -81,7 +81,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.short("gguf Q4_K", "gguf of gpt-oss in MXFP4", "folder awq, 64", "folder nf4, nested")
 @pytest.mark.parametrize("name", MODELS)
-def test_guesses_change_no_token_of_what_stays_as_it_is_stored(name: str, tmp_path: Path) -> None:
+def test_drafting_changes_no_token_in_any_stored_format(name: str, tmp_path: Path) -> None:
     model = str(MODELS[name](tmp_path))
     params = [SamplingParams(temperature=t, seed=7, max_tokens=24, logprobs=1, ignore_eos=True) for t in (0.0, 1.0)]
     prompts, options = ["Once upon a time", "Lily and"], {"max_model_len": 256}

@@ -1,7 +1,7 @@
-"""Grammars and speculation: the answer is what plain decoding says under the same grammar; the law is the masked one.
+"""Grammars with speculation: the answer is that of plain decoding under the same grammar; the law is the masked one.
 
-With every drafter, chains and trees, in batches beside rows without a grammar; under every rule of verification; with
-preemption; and what is forced is drafted without a drafter. Every answer that is whole matches its grammar.
+With every drafter, chains and trees, in batches with rows without a grammar; under every rule of verification; with
+preemption. Forced tokens are drafted without a drafter. Every complete answer matches its grammar.
 """
 
 import itertools
@@ -83,7 +83,7 @@ def plain() -> list[RequestOutput]:
 
 
 def matches(grammar: Grammar | None, text: str) -> bool:
-    """By implementations that llguidance is no part of."""
+    """Whether the text matches, by implementations that are independent of llguidance."""
     if grammar is None:
         return True
     if grammar.kind == "json":
@@ -92,7 +92,7 @@ def matches(grammar: Grammar | None, text: str) -> bool:
     return re.fullmatch(pattern, text) is not None if grammar.kind == "regex" else f'"{text}"' in pattern.split(" | ")
 
 
-def test_whole_answers_match_their_grammar() -> None:
+def test_complete_answers_match_their_grammar() -> None:
     whole = 0
     long = answers(LLM(str(TARGET), "ngram", dtype="float32"), 20, True, 120)
     for params, result in zip(asked(20, 120), long, strict=True):
@@ -117,7 +117,7 @@ def test_the_output_is_that_of_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("name", ["ngram", "model:stories280k", "medusa", "cascade-of-2"])
 @pytest.mark.short("ngram-token", "model:stories280k-block")
-def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: Verification) -> None:
+def test_greedy_output_under_rejection_rules_is_that_of_plain_decoding(name: str, verification: Verification) -> None:
     llm = LLM(str(TARGET), as_draft(name), dtype="float32", verification=verification)
     params = [SamplingParams(temperature=0, max_tokens=LENGTH, grammar=grammar) for grammar in GRAMMARS]
     expected = llm.generate(list(PROMPTS), params, speculation=False)
@@ -128,7 +128,7 @@ def test_under_rejection_rules_greedy_output_is_plain(name: str, verification: V
 
 @pytest.mark.short("oracle", "always_wrong", "twins", "ids_out_of_range", "law_of_inf")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_drafter_changes_the_output(name: str) -> None:
+def test_no_hostile_drafter_changes_the_output(name: str) -> None:
     texts = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in plain()]
     llm = LLM(str(TARGET), Hostile(HOSTILE[name], texts), dtype="float32")
     for speculation in (Speculation(4), Speculation(3, 3, 9)):
@@ -143,12 +143,17 @@ CROWD = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["suffix", "model:stories280k"])
-def test_chunks_and_preemption_change_nothing(name: str) -> None:
+def test_chunks_and_preemption_change_no_output(name: str) -> None:
     bench = Bench.of()
     expected = decode_plain(bench, CROWD)
-    for wish in (Speculation(3), Speculation(3, 2, 8)):
+    for speculation in (Speculation(3), Speculation(3, 2, 8)):
         got = decode(
-            bench, CROWD, wish, lambda target: built(name, target, "float32", 256), num_tokens=192, chunk_tokens=29
+            bench,
+            CROWD,
+            speculation,
+            lambda target: built(name, target, "float32", 256),
+            num_tokens=192,
+            chunk_tokens=29,
         )
         assert got.answers == expected
         assert got.num_preempted > 0
@@ -164,14 +169,14 @@ def test_forced_tokens_are_drafted_without_a_drafter_and_all_accepted() -> None:
     assert plain_.metrics.num_rounds == len(plain_.outputs[0].token_ids)
     assert drafted_.metrics.num_rounds < plain_.metrics.num_rounds / 2
     assert drafted_.metrics.num_forced > 10
-    assert drafted_.metrics.num_accepted == drafted_.metrics.num_drafted == 0, "nobody has guessed"
+    assert drafted_.metrics.num_accepted == drafted_.metrics.num_drafted == 0, "forced tokens do not count as drafted"
     assert plain_.metrics.num_drafted == plain_.metrics.num_forced == 0
     counts = drafted_.metrics
     assert counts.tokens_per_round == (counts.num_forced + counts.num_rounds) / counts.num_rounds
 
 
-def test_guesses_that_a_grammar_forbids_count_as_rejected_and_forced_tokens_not_at_all() -> None:
-    """Guesses of text for an answer of digits: none is read, all are counted, one up for judgement in each round."""
+def test_draft_tokens_that_a_grammar_forbids_count_as_rejected() -> None:
+    """Letters are drafted for an answer of digits: none is read by the target, all count as drafted and rejected."""
     texts = [[*r.prompt_token_ids, *r.outputs[0].token_ids] for r in plain()]
     params = SamplingParams(temperature=1.0, seed=2, grammar=Grammar.regex("[0-9]{12}"))
     llm = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], texts), dtype="float32")
@@ -187,7 +192,7 @@ def test_guesses_that_a_grammar_forbids_count_as_rejected_and_forced_tokens_not_
     assert {row.num_read for row in rows} == {1}
 
 
-def test_forced_tokens_may_go_deeper_than_the_guesses_of_a_mix_beside_them() -> None:
+def test_forced_tokens_may_be_deeper_than_the_draft_of_another_row() -> None:
     llm = LLM(str(TARGET), "mix[ngram,suffix]", dtype="float32")
     form = Grammar.regex(r'\{"the name of the boy": "(Tom|Tim)", "the name of the dog": "(Max|Spot)"\}')
     params = [SamplingParams(temperature=0, grammar=form), SamplingParams(temperature=0, max_tokens=60)]
@@ -199,8 +204,8 @@ def test_forced_tokens_may_go_deeper_than_the_guesses_of_a_mix_beside_them() -> 
     assert found[1].metrics.num_drafted > 0
 
 
-def test_a_grammar_that_gives_up_on_what_was_said_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may do so behind a round's last token, when other rows of the round were looked at already."""
+def test_a_grammar_error_in_a_round_fails_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error may come after a round's last token, when other rows of the round are already checked."""
     llm = LLM(str(TARGET), "ngram", dtype="float32")
     expected = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
     asked_of, num_asked = Constraint.completed_by, itertools.count(1)
@@ -219,16 +224,16 @@ def test_a_grammar_that_gives_up_on_what_was_said_ends_its_request_alone(monkeyp
     assert not llm.engine.recovery.strikes, "the drafter is not blamed"
 
 
-def test_an_answer_ends_with_the_token_that_completes_it_whatever_else_was_asked_for() -> None:
+def test_an_answer_ends_with_the_token_that_completes_its_grammar() -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32")
     whole = Grammar.choice(["Tom went."])
-    for own in ({}, {"min_tokens": 30}, {"ignore_eos": True}, {"n": 3}, {"banned_tokens": [2]}):
-        result = llm.generate("x", SamplingParams(grammar=whole, **own))[0]  # type: ignore[arg-type]
+    for options in ({}, {"min_tokens": 30}, {"ignore_eos": True}, {"n": 3}, {"banned_tokens": [2]}):
+        result = llm.generate("x", SamplingParams(grammar=whole, **options))[0]  # type: ignore[arg-type]
         assert [(o.text, o.finish_reason, o.stop_reason) for o in result.outputs] == [("Tom went.", "stop", None)] * (
-            own.get("n", 1)
+            options.get("n", 1)
         )
-    for own, text, reason in (({"max_tokens": 2}, None, "length"), ({"stop": "we"}, "Tom ", "stop")):
-        output = llm.generate("x", SamplingParams(grammar=whole, **own))[0].outputs[0]  # type: ignore[arg-type]
+    for options, text, reason in (({"max_tokens": 2}, None, "length"), ({"stop": "we"}, "Tom ", "stop")):
+        output = llm.generate("x", SamplingParams(grammar=whole, **options))[0].outputs[0]  # type: ignore[arg-type]
         assert output.finish_reason == reason
         assert output.text == (text or output.text)
         assert "Tom went.".startswith(output.text)
@@ -236,7 +241,7 @@ def test_an_answer_ends_with_the_token_that_completes_it_whatever_else_was_asked
     assert len(llm.generate("x", open_ended)[0].outputs[0].token_ids) >= 20
 
 
-def test_where_bans_leave_nothing_that_the_grammar_allows_the_request_fails_alone() -> None:
+def test_a_request_that_bans_every_token_its_grammar_allows_fails_alone() -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32")
     t = llm.tokenizer.encode_inside("T")[0]
     every_t = [i for i in range(512) if (llm.tokenizer.decode([i]) or " ").startswith("T")]
@@ -254,7 +259,7 @@ VOCAB, COUNT, ROOT = 6, 12_000, 1
 
 
 class Table(Constraint):
-    """What may follow a token, by a table: a grammar whose law can be written down."""
+    """A grammar that is a table of what may follow each token, so that its law can be computed."""
 
     def __init__(self, allowed: Tensor) -> None:
         self.ends, words = frozenset[int](), np.packbits(allowed.numpy(), axis=1, bitorder="little")
@@ -270,8 +275,8 @@ class Table(Constraint):
 @pytest.mark.short("2-token")
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int) -> None:
-    """Transitions of whole rounds against the softmax of the allowed logits, for a drafter that errs."""
+def test_every_rule_emits_the_masked_law(rule: Verification, width: int) -> None:
+    """Transitions within rounds against the softmax of the allowed logits, for a drafter with another law."""
     generator = torch.Generator().manual_seed(3)
     target, model = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     allowed = torch.rand(VOCAB, VOCAB, generator=generator) < 0.5
@@ -295,9 +300,9 @@ def test_the_law_of_every_rule_is_the_masked_law(rule: Verification, width: int)
 
 @pytest.mark.short("block")
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_guesses_that_no_text_gets_to_do_not_change_the_law_of_those_before(rule: Verification) -> None:
-    """Behind a token that completes the text nothing may follow. Whether a row has such guesses hangs on what was
-    drawn, so it must be judged by the same rule as rows that guessed otherwise."""
+def test_draft_tokens_past_a_completed_text_do_not_bias_the_tokens_before(rule: Verification) -> None:
+    """No token may follow one that completes the text. Whether a row has such draft tokens depends on what was drawn,
+    so it must be verified by the same rule as other rows."""
     generator = torch.Generator().manual_seed(4)
     target, model = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     table = Table(torch.ones(VOCAB, VOCAB, dtype=torch.bool))

@@ -1,7 +1,7 @@
 """Mixes emit the exact law: everything their members may draw is enumerated, in rows of one member and in merged ones.
 
-A merged tree keeps the likeliest of what was drawn, which no law survives: the mutant that declares one all the same
-must fail.
+A merged tree keeps the likeliest drawn tokens, which therefore follow no simple law: the mutant that declares one must
+fail.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from exact import RULES, TOLERANCE, Family, deviation, families
-from scripted import WRONG, Guesser, check, drafts_of
+from scripted import WRONG, ToyDrafter, check, drafts_of
 
 from forerun.draft.base import Budget
 from forerun.draft.many.mix import MixDrafter
@@ -21,13 +21,13 @@ MERGED = 2
 
 
 def mix_of(family: Family, kind: type[MixDrafter] = MixDrafter, drawn: bool = True, sparse: bool = False) -> MixDrafter:
-    return kind([Guesser(family.q, sparse=sparse), Guesser(family.mid, drawn)], ["low", "middle"])
+    return kind([ToyDrafter(family.q, sparse=sparse), ToyDrafter(family.mid, drawn)], ["low", "middle"])
 
 
 @pytest.mark.short("False")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_rows_of_different_members_keep_their_own_laws(sparse: bool) -> None:
-    """Side by side in one draft, of different lengths; laws over the whole vocabulary and over named tokens."""
+    """Rows of different members in one draft, of different lengths; laws over the whole vocabulary and sparse ones."""
     for family in FAMILIES[:4]:
         budgets = [Budget(2, drafter=1), Budget(0), Budget(2, drafter=0), Budget(1, drafter=1)]
         first, none, second, third = drafts_of(lambda f=family: mix_of(f, sparse=sparse), budgets)
@@ -42,8 +42,8 @@ def test_rows_of_different_members_keep_their_own_laws(sparse: bool) -> None:
 @pytest.mark.short("2-True")
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_merged_rows_are_exact_whatever_stays_of_them(nodes: int, drawn: bool) -> None:
-    """Beside a row of one member, whose law is still believed."""
+def test_merged_rows_are_exact_for_any_number_of_nodes(nodes: int, drawn: bool) -> None:
+    """In one draft with a row of one member, whose law is still used."""
     for family in FAMILIES[:6]:
         budgets = [Budget(2, 2, nodes, MERGED), Budget(1, drafter=0)]
         merged, alone = drafts_of(lambda f=family: mix_of(f, drawn=drawn), budgets)
@@ -55,7 +55,7 @@ def test_merged_rows_are_exact_whatever_stays_of_them(nodes: int, drawn: bool) -
 
 
 class Declaring(MixDrafter):
-    """The mutant: a merged row that says of the first member's guesses what they were drawn from."""
+    """The mutant: a merged row declares the law of the first member's draft tokens."""
 
     def row(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
         grown, first = super().row(row, budget, draws, trees), trees[0][row]

@@ -1,8 +1,8 @@
-"""No policy of how far to draft changes what is said, not even one that looks at the tokens it was shown.
+"""No policy of draft depth changes the output, not even one that looks at the draft tokens.
 
 Under coupled verification the tokens are those of plain decoding; under `token` and `block` the law is. The engine
-takes a tree that a controller has changed as one without a law; an engine that did not would be caught here. Nor does
-any drafter change it that is drafted as far as was wished.
+verifies a tree that a controller has changed as one without a law; a test shows that anything else is biased. Nor does
+any drafter change the output at the requested depth.
 """
 
 import random
@@ -36,7 +36,7 @@ FLAT = SamplingParams(temperature=TEMPERATURE, top_k=TOP_K, max_tokens=NUM_TOKEN
 CHAIN = Speculation(3)
 
 
-class Whimsical(FixedDepth):
+class RandomDepth(FixedDepth):
     """Any depth, at any time, for any sequence."""
 
     def __init__(self) -> None:
@@ -44,27 +44,27 @@ class Whimsical(FixedDepth):
         self.rng = random.Random(3)
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
-        wishes = super().budgets(load, outlook, spare)
+        budgets = super().budgets(load, outlook, spare)
         return [
             Budget.of(Speculation(self.rng.randrange(1 + b.depth), self.rng.choice([1, 2]))) if b.depth else NO_DRAFT
-            for b in wishes
+            for b in budgets
         ]
 
 
-class Cherrypicking(FixedDepth):
-    """Looks at the drawn tokens and keeps only what it likes: odd ids."""
+class KeepsOddIds(FixedDepth):
+    """Looks at the drawn tokens and keeps odd ids only."""
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         tree = draft.tree
-        liked = (tree.tokens % 2 == 1) | (tree.parents < 0)
+        is_odd = (tree.tokens % 2 == 1) | (tree.parents < 0)
         paths = tree.paths()
-        on_path = torch.where(paths >= 0, liked.gather(1, paths.clamp_min(0).flatten(1)).view(paths.shape), True)
+        on_path = torch.where(paths >= 0, is_odd.gather(1, paths.clamp_min(0).flatten(1)).view(paths.shape), True)
         keep = on_path.all(2) & tree.valid
         return replace(tree, tokens=torch.where(keep, tree.tokens, -1), parents=torch.where(keep, tree.parents, -1))
 
 
-class Forgetful(FixedDepth):
-    """Learns nothing and refuses everything after the fact."""
+class Refusing(FixedDepth):
+    """Removes all draft tokens after they were drafted."""
 
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         return DraftTree.bare(draft.tree.tokens[:, 0])
@@ -73,7 +73,7 @@ class Forgetful(FixedDepth):
         assert not any(row.num_drafted for row in outcome.rows)
 
 
-POLICIES = [Whimsical, Cherrypicking, Forgetful]
+POLICIES = [RandomDepth, KeepsOddIds, Refusing]
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +86,23 @@ def texts(
     controller: Controller | None,
     params: Sequence[SamplingParams],
     verification: Verification = "coupled",
-    wish: Speculation | bool = CHAIN,
+    speculation: Speculation | bool = CHAIN,
     drafter: Callable[[Runner], Drafter] | None = None,
 ) -> list[list[int]]:
     requests = bench.requests()
     options = EngineOptions(max_num_seqs=64, verification=verification)
     engine = bench.engine(None, 16384, controller=controller, options=options)
     engine.drafter = bench.model_drafter(16384) if drafter is None else drafter(engine.runner)
-    return run(engine, [requests.sequences(Request.of(ROOT_TEXT, p, wish))[0] for p in params])
+    return run(engine, [requests.sequences(Request.of(ROOT_TEXT, p, speculation))[0] for p in params])
 
 
-@pytest.mark.short("Whimsical")
+@pytest.mark.short("RandomDepth")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_coupled_tokens_are_those_of_plain_decoding(bench: Bench, policy: type[Controller]) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(8)]
-    plain = texts(bench, None, params, wish=False)
+    plain = texts(bench, None, params, speculation=False)
     assert texts(bench, policy(), params) == plain
-    assert texts(bench, policy(), params, wish=Speculation(3, 3, 9)) == plain
+    assert texts(bench, policy(), params, speculation=Speculation(3, 3, 9)) == plain
 
 
 @pytest.fixture(scope="module")
@@ -128,29 +128,29 @@ def misfit(
     exact: dict[tuple[int, ...], float],
     policy: type[Controller],
     rule: Verification,
-    wish: Speculation = CHAIN,
+    speculation: Speculation = CHAIN,
     drafter: Callable[[Runner], Drafter] | None = None,
 ) -> float:
     """The p-value of the first tokens of many texts against their exact law."""
     params = [replace(FLAT, seed=i) for i in range(NUM_TEXTS)]
-    seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule, wish, drafter))
+    seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule, speculation, drafter))
     assert set(seen) <= set(exact)
     cells = sorted(exact)
     counts, expected = ([float(seen[c]) for c in cells], [exact[c] * NUM_TEXTS for c in cells])
     return chi_square(torch.tensor([counts]), torch.tensor([expected], dtype=torch.float64))
 
 
-@pytest.mark.short("Cherrypicking-token")
+@pytest.mark.short("KeepsOddIds-token")
 @pytest.mark.parametrize(
     ("policy", "rule"),
     [
-        (Whimsical, "block"),
-        (Cherrypicking, "token"),
-        pytest.param(Whimsical, "token", marks=pytest.mark.full),
-        pytest.param(Cherrypicking, "block", marks=pytest.mark.full),
+        (RandomDepth, "block"),
+        (KeepsOddIds, "token"),
+        pytest.param(RandomDepth, "token", marks=pytest.mark.full),
+        pytest.param(KeepsOddIds, "block", marks=pytest.mark.full),
     ],
 )
-def test_rejection_keeps_the_law(
+def test_rejection_rules_keep_the_law_under_any_policy(
     bench: Bench, exact: dict[tuple[int, ...], float], policy: type[Controller], rule: Verification
 ) -> None:
     assert misfit(bench, exact, policy, rule) > 1e-3
@@ -161,14 +161,14 @@ def test_keeping_the_law_of_a_pruned_tree_is_caught(
     bench: Bench, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DraftTree, "without_law", lambda self: self)
-    assert misfit(bench, exact, Cherrypicking, "token") < 1e-5
+    assert misfit(bench, exact, KeepsOddIds, "token") < 1e-5
 
 
 TREE = Speculation(3, 2, 6)
 
 
 def drawing(name: str, target: Runner) -> Drafter:
-    """A drafter of the table; or a cascade whose judge finds no room, so that its lower member's laws count."""
+    """A drafter of the table; or a cascade whose judge has no cache, so that the lower member's laws are declared."""
     if name != "cascade-without-room":
         return built(name, target, num_tokens=8192)
     lower, judge = built("model:stories280k", target, num_tokens=8192), built("model:itself", target, num_tokens=0)
@@ -186,9 +186,9 @@ LONG = [(n, r, w) for n in NAMES for r in ("token", "block") for w in (CHAIN, TR
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "rule", "wish"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG)]
+    ("name", "rule", "speculation"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG)]
 )
 def test_every_drafter_keeps_the_law_in_the_engine(
-    bench: Bench, exact: dict[tuple[int, ...], float], name: str, rule: Verification, wish: Speculation
+    bench: Bench, exact: dict[tuple[int, ...], float], name: str, rule: Verification, speculation: Speculation
 ) -> None:
-    assert misfit(bench, exact, FixedDepth, rule, wish, partial(drawing, name)) > 1e-3
+    assert misfit(bench, exact, FixedDepth, rule, speculation, partial(drawing, name)) > 1e-3

@@ -53,7 +53,7 @@ def test_neighbouring_tokens_are_uncorrelated_across_keys() -> None:
     assert correlation.abs().max() < 5 / math.sqrt(40_000)
 
 
-def test_pairs_of_positions_fill_the_square() -> None:
+def test_pairs_and_triples_of_positions_are_uniform() -> None:
     """Uniforms of one token at consecutive positions: two- and three-dimensional uniformity."""
     keys = absorb(torch.full((120_000,), 77), torch.arange(120_000))
     u = uniform(keys, torch.zeros_like(keys))
@@ -72,7 +72,7 @@ def test_gumbel_has_the_gumbel_distribution() -> None:
     assert chi_square(counts, torch.full((200,), n / 200)) > 1e-4
 
 
-def test_the_rare_end_is_not_cut_off() -> None:
+def test_the_tail_of_gumbel_noise_is_not_cut_off() -> None:
     """The largest of n Gumbels lies near log n: with 16 bits it would stop at 11.8."""
     g = gumbel(absorb(torch.full((64,), 2), torch.arange(64)), 150_000)
     n = g.numel()
@@ -91,8 +91,8 @@ def test_a_draw_depends_on_seed_sample_and_position_and_on_no_id() -> None:
     assert len({drawn(), drawn(seed=2), drawn(sample=1), drawn(length=5)}) == 4
 
 
-def test_rounds_inside_rounds_share_noise_of_positions_and_no_other() -> None:
-    """Behind one root, an inner round of another round, of another level, or of none has noise of its own."""
+def test_inner_rounds_share_only_the_noise_of_positions() -> None:
+    """After the same root, inner rounds of different outer rounds or levels have different noise."""
     flat, text = torch.zeros(1, VOCAB), [1, 2, 3, 4]
 
     def inner(start: int, *steps: int, rejection: bool) -> Draws:

@@ -1,7 +1,7 @@
-"""Guesses of another vocabulary, drawn from the shared part of the drafter's law, keep the target's law exactly.
+"""Draft tokens of another vocabulary, drawn from the shared part of the drafter's law, keep the target's law exactly.
 
-The target says a, b, ab and ba, the drafter a, b, ab and aab: a text is cut differently by the two, and what the
-drafter reads is its own cut of what the target said, guesses behind it.
+The target's vocabulary is a, b, ab and ba, the drafter's a, b, ab and aab. So the two tokenize a text differently, and
+the drafter reads its own tokenization of the target's text, followed by draft tokens.
 """
 
 from fractions import Fraction
@@ -19,7 +19,7 @@ FAMILIES = [(Family(seed, 4), Family(1000 + seed, 4, zeros=0.0)) for seed in ran
 
 
 @cache
-def way() -> Transcriber:
+def transcriber() -> Transcriber:
     tokenizers = [two_letters(["a", "b", "ab", merged]) for merged in ("ba", "aab")]
     return Transcriber(*(Vocabulary(t, t.num_ids, [t.eos_token_id or 0]) for t in tokenizers))
 
@@ -29,27 +29,27 @@ def letters(vocabulary: Vocabulary) -> list[int]:
     return sorted(token for spelled, token in vocabulary.ids.items() if spelled.strip(b"ab") == b"")
 
 
-def own_context(context: Context) -> Context:
-    """What the drafter has read where the target has said this."""
-    said, own, transcript = letters(way().target), letters(way().drafter), Transcript()
-    closed = way().extend(transcript, [said[token] for token in context])
-    return tuple(own.index(token) for token in closed + way().ending(transcript))
+def drafter_context(context: Context) -> Context:
+    """The drafter's context where the target's is `context`."""
+    target_ids, drafter_ids, transcript = letters(transcriber().target), letters(transcriber().drafter), Transcript()
+    closed = transcriber().extend(transcript, [target_ids[token] for token in context])
+    return tuple(drafter_ids.index(token) for token in closed + transcriber().ending(transcript))
 
 
 def shared_law(drafter: Family, context: Context) -> Law:
     """The drafter's law on a, b and ab, renormalised, over the target's tokens."""
-    law = drafter.q(own_context(context))
+    law = drafter.q(drafter_context(context))
     kept = sum(law[:3], start=Fraction(0))
     return (*(chance / kept for chance in law[:3]), Fraction(0))
 
 
-def test_cuts_differ() -> None:
-    assert own_context((0, 2)) == (3,)
-    assert own_context((1, 0, 1)) == (1, 2)
-    assert own_context((3, 1)) == (1, 2)
-    shared = shared_ids(way().target, way().drafter)
-    own = letters(way().drafter)
-    assert [shared.get(token) for token in letters(way().target)] == [*own[:3], None]
+def test_target_and_drafter_tokenize_the_same_text_differently() -> None:
+    assert drafter_context((0, 2)) == (3,)
+    assert drafter_context((1, 0, 1)) == (1, 2)
+    assert drafter_context((3, 1)) == (1, 2)
+    shared = shared_ids(transcriber().target, transcriber().drafter)
+    drafter_ids = letters(transcriber().drafter)
+    assert [shared.get(token) for token in letters(transcriber().target)] == [*drafter_ids[:3], None]
 
 
 @pytest.mark.parametrize("rule", EVERY)
@@ -66,17 +66,17 @@ def test_chains_and_trees_of_shared_tokens_are_lossless(rule: str) -> None:
             assert deviation(EVERY[rule](each, target.p, 4), target.p) < TOLERANCE
 
 
-def test_the_law_of_the_spread_logits_is_that_law() -> None:
-    target, own = way().target, way().drafter
-    said, read = letters(target), letters(own)
-    shared = SharedTokens.of(target, own, target.num_ids, own.num_ids, torch.device("cpu"))
-    only = torch.zeros(own.num_ids, dtype=torch.bool)
-    only[read] = True
+def test_logits_mapped_to_the_targets_vocabulary_give_the_shared_law() -> None:
+    target, other = transcriber().target, transcriber().drafter
+    target_ids, drafter_ids = letters(target), letters(other)
+    shared = SharedTokens.of(target, other, target.num_ids, other.num_ids, torch.device("cpu"))
     for _, drafter in FAMILIES:
         for context in ((), (0,), (0, 2), (3, 1, 2)):
-            logits = torch.full((1, own.num_ids), -torch.inf, dtype=torch.float64)
-            logits[0, read] = torch.tensor([float(c) for c in drafter.q(own_context(context))]).double().log()
+            logits = torch.full((1, other.num_ids), -torch.inf, dtype=torch.float64)
+            logits[0, drafter_ids] = (
+                torch.tensor([float(c) for c in drafter.q(drafter_context(context))]).double().log()
+            )
             law = shared.target_logits(logits).softmax(1)[0]
             expected = torch.tensor([float(chance) for chance in shared_law(drafter, context)], dtype=torch.float64)
-            assert torch.allclose(law[said], expected, atol=1e-7)
+            assert torch.allclose(law[target_ids], expected, atol=1e-7)
             assert float(law.sum()) == pytest.approx(float(expected.sum()))

@@ -1,7 +1,7 @@
 """Ranks that share a model give the tokens and log-probabilities of a process that has it alone, to the bit.
 
 Two ranks and four, in every number format, for every drafter of the conformance table, chains and trees, greedy and
-sampled, in batches that come and go. A rank that is killed costs no answer a token.
+sampled, in batches that come and go. Answers stay complete when a rank is killed.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class SharedBench(Bench):
 
 @dataclass(frozen=True)
 class Shared:
-    """What ranks answer is compared with what one process answers."""
+    """A model shared by ranks, and the answers of a process that has the model alone."""
 
     ranks: SharedBench
     plain: list[Answer]
@@ -71,31 +71,31 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Shared]:
     alone = Bench.of(dtype=dtype)
     bench = SharedBench.over(alone, int(world), dtype)
     yield Shared(bench, decode_plain(alone, ASKED))
-    assert bench.runner.decoder.ranks is not None, "nobody shares it"
+    assert bench.runner.decoder.ranks is not None, "the model has no ranks"
     bench.runner.decoder.ranks.stop()
 
 
 def drafter_of(bench: Bench, name: str, runner: Runner) -> Drafter:
-    """A drafter of the table, beside ranks that share the target."""
+    """A drafter of the table for a target that ranks share."""
     return built_for(DraftContext(bench.target, bench.target.tokenizer()), name, runner, NUM_TOKENS)
 
 
 @pytest.mark.short("2-int4")
-def test_ranks_say_what_one_process_says(shared: Shared) -> None:
+def test_ranks_give_the_tokens_of_one_process(shared: Shared) -> None:
     assert decode(shared.ranks, ASKED, False).answers == shared.plain
     assert decode(shared.ranks, ASKED, False, max_num_seqs=2, chunk_tokens=32).answers == shared.plain
 
 
 @pytest.mark.short("2-int4-suffix", "2-int4-early-exit:1", "2-int4-eagle")
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_drafter_keeps_the_bits(shared: Shared, name: str) -> None:
+def test_no_drafter_changes_the_output_of_ranks(shared: Shared, name: str) -> None:
     for shape in SHAPES:
         decoded = decode(shared.ranks, ASKED, shape, lambda runner: drafter_of(shared.ranks, name, runner))
         assert decoded.answers == shared.plain, f"{name}, {shape}"
         assert decoded.stats.num_drafted > 0, f"{name} drafts nothing"
 
 
-def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_answers_are_complete_although_a_rank_is_killed(caplog: pytest.LogCaptureFixture) -> None:
     with LLM(str(TARGET)) as alone:
         plain = tokens_of(alone)
     before = {*free_cores().helpers}
@@ -115,8 +115,8 @@ def test_a_rank_that_is_killed_costs_no_answer_a_token(caplog: pytest.LogCapture
 
 
 @pytest.mark.full
-def test_a_pass_that_fails_on_rank_0_alone_costs_no_answer_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait in that pass, so what they have must not be taken for a part of the next."""
+def test_answers_are_complete_although_a_pass_fails_on_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks still wait in that pass; their results must not be used in the next one."""
     with LLM(str(TARGET)) as alone:
         plain = tokens_of(alone)
     with LLM(str(TARGET), "suffix", tensor_parallel_size=2) as llm:
@@ -134,7 +134,7 @@ def test_a_pass_that_fails_on_rank_0_alone_costs_no_answer_a_token(monkeypatch: 
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_is_waited_for_and_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_is_replaced_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.models.shards.ranks.ANSWER_S", 1.0)  # in a pass
     monkeypatch.setattr("forerun.models.shards.launch.ANSWER_S", 10.0)  # before it, and for a model that is loaded
     with LLM(str(TARGET)) as alone:
@@ -152,7 +152,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_replaced(monkeypatch: pyt
 
 
 def tokens_of(llm: LLM, after: Callable[[int], None] = lambda _: None) -> list[list[int]]:
-    """What all requests are answered; `after` is told of every delta by its number."""
+    """All tokens of each request; `after` is called with the number of every delta."""
     sequences = [llm.requests.sequences(Request.of(each.prompt, each.params))[0] for each in ASKED]
     for number, _ in enumerate(llm.deltas(sequences)):
         after(number)
@@ -160,7 +160,7 @@ def tokens_of(llm: LLM, after: Callable[[int], None] = lambda _: None) -> list[l
 
 
 @pytest.mark.full
-def test_ranks_that_torchrun_starts_say_the_same(tmp_path: Path) -> None:
+def test_ranks_started_by_torchrun_give_the_same_tokens(tmp_path: Path) -> None:
     script = tmp_path / "ask.py"
     script.write_text(
         "from forerun import LLM, SamplingParams\n"

@@ -1,4 +1,4 @@
-"""Reading in any company gives the same bits: chunks, batches, trees, moves. And the right ones."""
+"""A text's logits and cache have the same bits in any chunks, batches, trees and positions of the cache."""
 
 import random
 from dataclasses import replace
@@ -51,7 +51,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def decoders(dtype: torch.dtype, stories: ModelConfig) -> list[Decoder]:
     """A real model, a windowed one of random weights whose head_dim, width and context are awkward, one with experts.
 
-    The last has all that there is of these: an expert that all tokens share, biases, sinks, dense layers.
+    The last one has all options of experts: a shared expert, biases, sinks, dense layers.
     """
     real = Decoder(stories, Checkpoint(TARGET, dtype).take, dtype, TorchBackend())
     odd = replace(
@@ -74,7 +74,7 @@ def decoders(dtype: torch.dtype, stories: ModelConfig) -> list[Decoder]:
 
 @pytest.fixture(scope="module")
 def drafting(dtype: torch.dtype) -> list[Decoder]:
-    """What drafters read with, as it is served: a draft model, and a target's lower layers beside the target."""
+    """The decoders that drafters run: a draft model, a target, and the target's lower layers."""
     name = str(dtype).removeprefix("torch.")
     target, small = (Blueprint.of(str(folder), dtype=name).load(64).decoder for folder in (TARGET, SMALL))
     return [small, target, target.lower(1), target.lower(4)]
@@ -123,8 +123,10 @@ SHAPES = ["chain", "star", "bush"]
 
 @pytest.mark.short("bf16-bush")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], drafting: list[Decoder], shape: str) -> None:
-    """And the kept path leaves the same bits in the cache as plain reading."""
+def test_every_tree_node_has_the_logits_of_its_path(
+    decoders: list[Decoder], drafting: list[Decoder], shape: str
+) -> None:
+    """And the kept path leaves the same bits in the cache as the path read as a text."""
     rng = random.Random(2)
     for decoder in (*decoders, *drafting):
         for length in (0, 5, 63, min(505, decoder.config.max_positions - 7)):
@@ -148,8 +150,8 @@ def test_every_node_is_as_if_its_path_were_read(decoders: list[Decoder], draftin
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_lower_layers_read_trees_in_the_cache_of_the_whole(drafting: list[Decoder], shape: str) -> None:
-    """A drafter's reading of a tree, dropped, and then the target's of the same: each as if paths were read plain."""
+def test_lower_layers_read_trees_in_the_targets_cache(drafting: list[Decoder], shape: str) -> None:
+    """The drafter reads a tree and drops it, then the target reads it: each node has the logits of its path."""
     rng, whole = random.Random(6), drafting[1]
     for layers in (1, 4):
         target, text = Runner.of(whole, 4096, 16), [rng.randrange(3, 500) for _ in range(70)]
@@ -167,7 +169,7 @@ def test_lower_layers_read_trees_in_the_cache_of_the_whole(drafting: list[Decode
         target.cache.check()
 
 
-def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Decoder]) -> None:
+def test_a_tree_grown_level_by_level_has_the_logits_of_the_tree_read_at_once(decoders: list[Decoder]) -> None:
     rng = random.Random(3)
     for decoder in decoders:
         parents = [-1, -1, 0, 0, 1, 2, 4, 5]
@@ -184,7 +186,7 @@ def test_a_tree_grown_level_by_level_is_the_tree_read_at_once(decoders: list[Dec
 
 
 @pytest.mark.full
-def test_rows_that_are_moved_keep_their_bits(decoders: list[Decoder]) -> None:
+def test_cache_rows_keep_their_bits_when_they_are_moved(decoders: list[Decoder]) -> None:
     """Small blocks and a nearly full cache: rows grow into each other and move."""
     rng = random.Random(4)
     for decoder in decoders:

@@ -1,7 +1,7 @@
 """Exact enumeration of the very kernels that serve. Every rule, tree and length policy is lossless.
 
-Cascades, as they serve: `test_cascades_emit_the_exact_law.py`. `test_wrong_rules_are_noticed.py` shows that the checker
-notices what is commonly done wrong.
+Cascades are enumerated in `test_cascades_emit_the_exact_law.py`. `test_wrong_rules_are_noticed.py` shows that the
+check fails for common mistakes.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,12 +51,12 @@ def check(judge: Judge, drafts: list[Draft], family: Family) -> None:
 
 
 def chosen_and_drawn(family: Family) -> list[Draft]:
-    """The first guess without chance, the second drawn: a one-hot law and a real one in the same path."""
+    """The first draft token is chosen, the second drawn: a one-hot law and a real one on the same path."""
     return with_tail(chosen_tree(family.q, (-1,)), family.q)
 
 
 def ragged(family: Family) -> list[Draft]:
-    """Rows of every length in one kernel call, whose lengths were settled by an outside coin."""
+    """Rows of every length in one kernel call; the lengths do not depend on the drawn tokens."""
     drafts = [draft for depth in range(4) for draft in (chains(family.q, depth) if depth else bare())]
     mixed = [draft.weighed(Fraction(1, 4)) for draft in drafts]
     return mixed[::2] + mixed[1::2]
@@ -78,8 +78,8 @@ DRAFTED: dict[str, tuple[Callable[[Family], list[Draft]], list[Family], Sequence
     "stops before an unsure draw": (lambda family: chains(family.q, 3, stop=unsure), FAMILIES, tuple(RULES)),
     "chains of mostly zeros": (lambda family: chains(family.q, 3), families(24, zeros=0.6), tuple(RULES)),
     "trees of mostly zeros": (lambda family: trees(family.q, (-1, -1, -1, 0, 1)), families(24, zeros=0.6), ("token",)),
-    "trees beside chains": (trees_and_chains, TERNARY[:8], ("token",)),
-    # Policies that look at the token that they drop are exact by equality, and where no law is believed.
+    "trees and chains": (trees_and_chains, TERNARY[:8], ("token",)),
+    # Policies that look at the token that they drop are exact if verification compares tokens, or no law is declared.
     "drops what is unlikely": (lambda family: chains(family.q, 2, least=UNLIKELY), FEW, ("follow",)),
     "drops it, without a law": (
         lambda family: [replace(d, q=(None,) * len(d.q)) for d in chains(family.q, 3, least=UNLIKELY)],
@@ -98,14 +98,14 @@ for name, shape in SHAPES.items():
 
 
 @pytest.mark.parametrize(("name", "rule"), [(name, rule) for name, (*_, rules) in DRAFTED.items() for rule in rules])
-def test_whatever_is_drafted(name: str, rule: str) -> None:
+def test_every_rule_is_lossless_for_every_draft_policy(name: str, rule: str) -> None:
     make, among, _ = DRAFTED[name]
     for family in among:
         check(EVERY[rule], make(family), family)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_keeping_an_unlikely_token_and_then_stopping(rule: str) -> None:
+def test_stopping_after_an_unlikely_token_is_lossless(rule: str) -> None:
     stopped = 0
     for family in FAMILIES:
         drafts = chains(family.q, 3, stop=partial(after_unlikely, family))

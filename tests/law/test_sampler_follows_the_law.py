@@ -43,7 +43,7 @@ def offered(rejection: bool, width: int) -> tuple[Draws, DraftTree]:
 
 @cache
 def rounds(rule: Verification, width: int = 1) -> tuple[Tensor, Tensor]:
-    """(what every sequence emitted, how many guesses were accepted)."""
+    """(tokens that every sequence emitted, number of accepted draft tokens)."""
     with unchecked():
         draws, tree = offered(rule != "coupled", width)
         verdict = judged_round(draws, tree, TARGET, rule)
@@ -59,21 +59,21 @@ def worst_position(text: Tensor, num_positions: int = DEPTH + 1) -> float:
 
 @pytest.mark.short("coupled-1", "token-3")
 @pytest.mark.parametrize(("rule", "width"), [("coupled", 1), ("token", 1), ("block", 1), ("token", 3)])
-def test_each_position_given_that_the_round_reached_it(rule: Verification, width: int) -> None:
+def test_each_position_follows_the_target_given_that_the_round_reached_it(rule: Verification, width: int) -> None:
     """The emission lemma itself: among rounds long enough, the next token follows the target's law."""
     assert worst_position(rounds(rule, width)[0], DEPTH + 1 if width == 1 else 2) > 1e-4
 
 
 GROWN = {
     "in shares": Budget(2, 2, 5),
-    "with a price": Budget(2, 2, 5, min_survival=0.2),
+    "with min_survival": Budget(2, 2, 5, min_survival=0.2),
     "in a shape": Budget.of(Speculation(tree=StaticTree([[0], [1], [0, 0], [1, 0], [1, 1]]))),
     "in a shape with a gap": Budget.of(Speculation(tree=StaticTree([[0], [1], [0, 1], [1, 0]]))),
 }
 
 
 def grown(rule: Verification, budget: Budget) -> Tensor:
-    """What sequences emit whose trees a model drafter grew. The time that a batch takes is quadratic in its size."""
+    """The tokens of sequences whose trees `grow` made. The time of a batch is quadratic in its size."""
 
     def read(growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> Tensor:
         return DRAFT[[growing[place.row].tree.tokens[place.node] for place in places]]
@@ -94,14 +94,14 @@ def grown(rule: Verification, budget: Budget) -> Tensor:
 @pytest.mark.full
 @pytest.mark.parametrize("budget", GROWN)
 @pytest.mark.parametrize("rule", ["coupled", "token"])
-def test_each_position_on_trees_that_were_grown(rule: Verification, budget: str) -> None:
+def test_each_position_follows_the_target_on_grown_trees(rule: Verification, budget: str) -> None:
     assert worst_position(grown(rule, GROWN[budget])) > 1e-4
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mutant", ["the likeliest of what was drawn", "a law where something is missing"])
-def test_trees_whose_law_is_not_their_own_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So there is a reason for what rejection rules are given."""
+def test_trees_that_declare_a_wrong_law_are_biased(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shows why rejection rules get no law for trees that were pruned by what was drawn or lack siblings."""
     if mutant == "the likeliest of what was drawn":
         monkeypatch.setattr("forerun.draft.model.grower.GrowingTree", lambda b, _, tree: GrowingTree(b, True, tree))
         assert worst_position(grown("token", Budget(2, 3, 3))) < 1e-6
@@ -118,28 +118,28 @@ def as_model(table: Tensor) -> Callable[[Context], Law]:
 
 
 def pairs(text: Tensor, length: Tensor, depth: int) -> Tensor:
-    """How often a round accepted so many guesses and then said this token, as [depth+1, vocab]."""
+    """How often a round accepted n draft tokens and then emitted token t, as [depth+1, vocab]."""
     last = text.gather(1, length[:, None])[:, 0]
     return torch.bincount(length * VOCAB + last, minlength=(depth + 1) * VOCAB).view(depth + 1, VOCAB)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", RULES)
-def test_pairs_of_length_and_next_token(rule: Verification) -> None:
+def test_accepted_length_and_next_token_have_the_enumerated_joint_law(rule: Verification) -> None:
     """Against the same kernels in float64, over every draft and every coin."""
     exact = judged(chains(as_model(DRAFT), DEPTH), as_model(TARGET), VOCAB, RULES[rule])
     expected = torch.stack([exact.mass[n + 1].view(-1, VOCAB).sum(0) for n in range(DEPTH + 1)])
     assert chi_square(pairs(*rounds(rule), DEPTH).view(1, -1), COUNT * expected.view(1, -1)) > 1e-4
 
 
-def test_pairs_of_length_and_next_token_on_trees() -> None:
+def test_accepted_length_and_next_token_have_the_enumerated_joint_law_on_trees() -> None:
     exact = judged(trees(as_model(DRAFT), (-1, -1, -1)), as_model(TARGET), VOCAB, token_law)
     expected = torch.stack([exact.mass[n + 1].view(-1, VOCAB).sum(0) for n in range(2)])
     seen = pairs(*rounds("token", 3), 1)
     assert chi_square(seen.view(1, -1), seen.sum() * expected.view(1, -1)) > 1e-4
 
 
-def test_pairs_of_length_and_next_token_under_shared_noise() -> None:
+def test_accepted_length_and_next_token_have_the_joint_law_of_shared_noise() -> None:
     """P(both draw i) = 1 / sum_j max(p_j/p_i, q_j/q_i), noise being fresh at every position."""
     p, q = law_of(TARGET, PARAMS), law_of(DRAFT, PARAMS)
     both = (p > 0) & (q > 0)
@@ -150,7 +150,7 @@ def test_pairs_of_length_and_next_token_under_shared_noise() -> None:
 
 
 class PositionOnly(Draws):
-    """The mutant: noise of the rejection modes that does not know which round it is for."""
+    """The mutant: noise of the rejection modes without the round's root position in its key."""
 
     def _row_key(self, row: RowSampling, purpose: Purpose, root: int) -> int:
         return mix((row.seed, row.sample, purpose, self.level))
@@ -164,7 +164,7 @@ def drawn_again(kind: type[Draws], rule: Verification) -> float:
 
 @pytest.mark.short("block")
 @pytest.mark.parametrize("rule", RULES)
-def test_noise_of_a_position_that_is_drafted_again_is_fresh(rule: Verification) -> None:
+def test_redrafted_positions_get_fresh_noise(rule: Verification) -> None:
     assert drawn_again(Draws, rule) > 1e-4
 
 
@@ -186,7 +186,7 @@ DRAFTERS = {
 @pytest.mark.short("opposite-coupled", "sure of an illegal token-token", "another context-block")
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_with_any_drafter_the_law_stands_and_acceptance_is_the_overlap(drafter: str, rule: Verification) -> None:
+def test_any_drafter_keeps_the_law_and_acceptance_is_the_overlap_of_the_laws(drafter: str, rule: Verification) -> None:
     count = COUNT // 10
     with unchecked():
         draws = Draws(sequences(count, PARAMS, ROOT, seed=7), VOCAB, rejection=rule != "coupled")

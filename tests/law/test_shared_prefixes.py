@@ -1,7 +1,7 @@
-"""What is known of a beginning changes no answer: not a token, not a bit of a log-probability.
+"""Cached prefixes change no answer: not a token, not a bit of a log-probability.
 
-Conversations, equal prompts and several samples come, go on, are cancelled and preempted, under two tenants. Every
-answer is compared with that of plain decoding, alone, where nothing is kept.
+Conversations, equal prompts and several samples arrive, go on, are cancelled and preempted, under two tenants. Every
+answer is compared with that of plain decoding, alone in an engine without a prefix cache.
 """
 
 import random
@@ -30,7 +30,7 @@ def bench_of() -> Callable[[str], Bench]:
 
 
 def play(bench: Bench, drafter: Callable[[Runner], Drafter], num_tokens: int, seed: int, num_requests: int) -> Engine:
-    """The engine behind the traffic that this drafter drafted for."""
+    """Run random traffic with this drafter; the engine afterwards."""
     traffic = Traffic(bench, num_tokens, seed, EngineOptions(max_num_seqs=4, chunk_tokens=37))
     traffic.engine.drafter = drafter(traffic.engine.runner)
     with unchecked():
@@ -42,14 +42,16 @@ def play(bench: Bench, drafter: Callable[[Runner], Drafter], num_tokens: int, se
 @pytest.mark.short("suffix-roomy", "model:stories280k-short of memory")
 @pytest.mark.parametrize("num_tokens", [672, 4096], ids=["short of memory", "roomy"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_answers_are_those_of_texts_read_alone(bench_of: Callable[[str], Bench], name: str, num_tokens: int) -> None:
+def test_cached_prefixes_change_no_answer_with_any_drafter(
+    bench_of: Callable[[str], Bench], name: str, num_tokens: int
+) -> None:
     engine = play(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, 7, 14)
     assert (engine.stats.num_prefix_hits > 300) == (name not in NO_SHARING)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("format_", FORMATS)
-def test_in_every_number_format(bench_of: Callable[[str], Bench], format_: str) -> None:
+def test_cached_prefixes_change_no_answer_in_any_number_format(bench_of: Callable[[str], Bench], format_: str) -> None:
     bench = bench_of(format_)
     engine = play(bench, lambda _: bench.model_drafter(2048), 1024, 11, 10)
     assert engine.stats.num_prefix_hits > 300
@@ -57,7 +59,7 @@ def test_in_every_number_format(bench_of: Callable[[str], Bench], format_: str) 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(40))
-def test_in_random_crowds(bench_of: Callable[[str], Bench], seed: int) -> None:
+def test_cached_prefixes_change_no_answer_in_random_batches(bench_of: Callable[[str], Bench], seed: int) -> None:
     rng = random.Random(seed)
     name, num_tokens = rng.choice(list(DRAFTERS)), rng.choice([600, 900, 2000])
     play(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, seed, 30)
@@ -68,7 +70,7 @@ def run(engine: Engine) -> None:
         engine.step()
 
 
-def test_samples_and_equal_prompts_share_one_reading(bench_of: Callable[[str], Bench]) -> None:
+def test_samples_and_equal_prompts_share_one_prefill(bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
     prompt = story(130, 3)
@@ -82,8 +84,8 @@ def test_samples_and_equal_prompts_share_one_reading(bench_of: Callable[[str], B
     assert stats.prefix_hit_rate == pytest.approx(5 / 6)
 
 
-def test_a_conversation_is_read_on_where_it_ended(bench_of: Callable[[str], Bench]) -> None:
-    """All full blocks of 16 of the first turn, its answer included, are known in the second one."""
+def test_the_next_turn_of_a_conversation_reuses_the_cached_turns(bench_of: Callable[[str], Bench]) -> None:
+    """All full blocks of 16 tokens of the first turn, with its answer, are cached for the second turn."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
     (first,) = requests.sequences(Request.of(story(100, 4), SamplingParams(max_tokens=30, ignore_eos=True, seed=1)))
@@ -97,11 +99,13 @@ def test_a_conversation_is_read_on_where_it_ended(bench_of: Callable[[str], Benc
     assert engine.stats.num_prompt_tokens == 99 + 4
 
 
-def test_what_is_known_of_an_answer_does_not_count_as_known_of_the_prompt(bench_of: Callable[[str], Bench]) -> None:
-    """A preempted sequence may find its own text again; its prompt was read all the same."""
+def test_a_cached_answer_of_a_preempted_sequence_does_not_count_as_cached_prompt(
+    bench_of: Callable[[str], Bench],
+) -> None:
+    """A preempted sequence may reuse its own cached text; `num_cached` still says that its prompt was computed."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
-    for length, scored in ((4, None), (40, 0)):  # neither was looked up when it began
+    for length, scored in ((4, None), (40, 0)):  # no prefix of either is looked up at the start
         params = SamplingParams(max_tokens=60, ignore_eos=True, prompt_logprobs=scored)
         (sequence,) = requests.sequences(Request.of(story(length, 5), params, speculation=False))
         engine.submit(sequence)
@@ -109,14 +113,14 @@ def test_what_is_known_of_an_answer_does_not_count_as_known_of_the_prompt(bench_
             engine.step()
         engine.forget([engine.scheduler.preempt(sequence)])
         engine.step()
-        assert sequence.num_read > 32, "it was found again"
+        assert sequence.num_read > 32, "the cached text was reused"
         assert not sequence.num_cached
         run(engine)
     assert engine.stats.num_prefix_hits <= engine.stats.num_prefix_queries
 
 
-def test_no_tenant_finds_what_another_said(bench_of: Callable[[str], Bench]) -> None:
-    """Neither while it is read nor later; and nothing of a sequence that no one may be drafted with is kept."""
+def test_tenants_do_not_share_cached_prefixes(bench_of: Callable[[str], Bench]) -> None:
+    """Neither while a prompt is prefilled nor later; and nothing is cached of a sequence without a tenant."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
     for tenants in (("a", "b"), ("c",)):
@@ -125,14 +129,14 @@ def test_no_tenant_finds_what_another_said(bench_of: Callable[[str], Bench]) -> 
         run(engine)
     assert engine.stats.num_prefix_hits == 0
     kept = len(engine.runner.cache.prefix_store)
-    (nobody,) = requests.sequences(Request.of(story(150, 9), SamplingParams(max_tokens=3)))
-    nobody.tenant = None
-    engine.submit(nobody)
+    (unowned,) = requests.sequences(Request.of(story(150, 9), SamplingParams(max_tokens=3)))
+    unowned.tenant = None
+    engine.submit(unowned)
     run(engine)
     assert len(engine.runner.cache.prefix_store) == kept
 
 
-def test_nothing_is_kept_where_it_is_off(bench_of: Callable[[str], Bench]) -> None:
+def test_nothing_is_cached_with_prefix_cache_off(bench_of: Callable[[str], Bench]) -> None:
     bench = bench_of("float32")
     drafter = bench.model_drafter()
     engine, requests = bench.engine(drafter, options=EngineOptions(prefix_cache=False)), bench.requests()
@@ -147,18 +151,18 @@ def test_nothing_is_kept_where_it_is_off(bench_of: Callable[[str], Bench]) -> No
 
 
 @pytest.mark.parametrize("name", ["model:stories280k", "eagle", "early-exit:adapted"])
-def test_what_a_drafter_has_in_its_own_cache_is_not_read_again(bench_of: Callable[[str], Bench], name: str) -> None:
-    """The second of two equal prompts costs the drafter no reading of more than a block and its guesses."""
+def test_a_drafter_does_not_prefill_a_cached_prompt_again(bench_of: Callable[[str], Bench], name: str) -> None:
+    """For the second of two equal prompts the drafter reads no more than a block and the draft tokens in one pass."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
     engine.drafter = drafter = built(name, engine.runner)
     read: list[int] = []
     runner = drafter.runner  # type: ignore[attr-defined]
-    own = runner.decoder.forward
+    original = runner.decoder.forward
 
     def forward(batch: object, *args: object, **words: object) -> object:
         read.append(len(batch.tokens))  # type: ignore[attr-defined]
-        return own(batch, *args, **words)
+        return original(batch, *args, **words)
 
     runner.decoder.forward = forward
     most = []
@@ -168,7 +172,7 @@ def test_what_a_drafter_has_in_its_own_cache_is_not_read_again(bench_of: Callabl
         run(engine)
         most.append(max(read, default=0))
         read.clear()
-    runner.decoder.forward = own
+    runner.decoder.forward = original
     assert most[0] > 100
     assert most[1] <= 64
     assert engine.stats.num_prefix_hits > 60

@@ -1,7 +1,7 @@
-"""After any number of random rounds all state is what the committed tokens alone would give.
+"""After any number of random rounds all state equals state that is rebuilt from the committed tokens.
 
-Sequences join, finish, are cancelled and preempted; guesses are right at random. Caches, indexes, counters and texts
-are compared with ones rebuilt, bit for bit, and memory stays what it was.
+Sequences join, finish, are cancelled and preempted; draft tokens are accepted at random. Caches, indexes, counters and
+texts are compared with rebuilt ones, bit for bit, and memory does not grow.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import pytest
 import torch
 from drafters import DRAFTERS, DTYPES, built
 from faulty import Faulty
-from fuzz import Bench, read_anew, rows_of
+from fuzz import Bench, read_again, rows_of
 from random_traffic import NO_SHARING, Traffic
 from rebuilt import reachable, size_of, without_past
 
@@ -37,8 +37,8 @@ from kit.texts import story
 from kit.unchecked import unchecked
 
 NUM_REQUESTS = 24
-ROOM = 4096  # tokens in a drafter's cache that never want for room
-CROWDS = (12, 5, 12, 2)  # sequences that are there at a time: room for guesses, or for nobody
+ROOM = 4096  # tokens in a drafter's cache: enough for all sequences
+CROWDS = (12, 5, 12, 2)  # numbers of unfinished sequences: with 12 the cache has no space for draft tokens
 
 
 @pytest.fixture(
@@ -57,13 +57,13 @@ class Rounds(Traffic):
         self.oracle = Oracle(errs=lambda _: self.rng.random() < 0.2)
         self.members = (NgramDrafter(), bench.model_drafter(num_tokens=768))
         self.exit = EarlyExitDrafter(runner, 2)
-        names = [name for name in DRAFTERS if not name.startswith("early-exit")]  # it would want for room
+        names = [name for name in DRAFTERS if not name.startswith("early-exit")]  # the target's cache is too small
         if self.dtype == "float32":
-            names = [name for name in names if name not in NO_SHARING]  # beside which nothing is shared
+            names = [name for name in names if name not in NO_SHARING]  # with these drafters no prefixes are shared
         self.all = {name: built(name, runner, self.dtype, ROOM) for name in names}
         for cache in [part for part in reachable([self.engine, *self.all.values()]) if isinstance(part, PagedCache)]:
             for tensor in (cache.keys, cache.values):
-                tensor.zero_()  # so that its pages are there, whenever they are used
+                tensor.zero_()  # so that the system allocates its pages now
         self.sizes = {name: size_of(drafter) for name, drafter in self.all.items()}
         drafters = (self.oracle, *self.members, self.exit, *self.all.values())
         weights = [len(drafters)] + [1] * len(drafters[1:])
@@ -74,7 +74,7 @@ class Rounds(Traffic):
         return super().prompt(tenant)[:120]
 
     def request(self) -> Request:
-        """One of few, so that what grows with them does not grow for ever."""
+        """One of NUM_REQUESTS requests, so that stored past answers do not grow for ever."""
         if len(self.pool) < NUM_REQUESTS:
             self.pool.append(super().request())
         return self.rng.choice(self.pool)
@@ -91,7 +91,7 @@ class Rounds(Traffic):
             known.append((text.alone.params, answer))
 
     def round(self) -> None:
-        """One round; how many sequences there are, and when one is cancelled, goes by the number of the round."""
+        """One round; its number decides how many sequences there are and whether one is cancelled."""
         while len(self.live) < CROWDS[self.num_rounds // 30 % len(CROWDS)]:
             self.ask()
         self.num_rounds += 1
@@ -101,7 +101,7 @@ class Rounds(Traffic):
 
 
 def check_texts(traffic: Rounds) -> None:
-    """Unfinished texts are beginnings of their answers; what is said to be read is in the cache."""
+    """Unfinished texts are beginnings of the plain answers; `num_read` tokens of each are in the cache."""
     engine = traffic.engine
     assert set(engine.sequences) == set(traffic.live)
     for live in traffic.live.values():
@@ -119,25 +119,25 @@ def check_texts(traffic: Rounds) -> None:
 
 
 def check_caches(traffic: Rounds) -> None:
-    """Keys and values of the target and of the drafter are those of a text read in one go."""
+    """Keys and values of the target and of the draft model are those of the text read in one pass."""
     bench, engine, (_, model) = traffic.bench, traffic.engine, traffic.members
     for text in engine.sequences.values():
         if text.id in engine.runner.cache:
-            anew = read_anew(bench, engine.runner, text.tokens[: text.num_read])
-            assert torch.equal(rows_of(engine.runner, text.id), anew)
+            reread = read_again(bench, engine.runner, text.tokens[: text.num_read])
+            assert torch.equal(rows_of(engine.runner, text.id), reread)
         known = model.sequences.get(text.id)
         if known is not None:
             assert known.text == text.tokens[: text.num_read]
             num_kept = model.runner.length(text.id)
             if num_kept:
-                anew = read_anew(bench, model.runner, text.tokens[:num_kept])
-                assert torch.equal(rows_of(model.runner, text.id), anew)
+                reread = read_again(bench, model.runner, text.tokens[:num_kept])
+                assert torch.equal(rows_of(model.runner, text.id), reread)
     assert set(model.sequences) <= set(traffic.live)
     model.runner.cache.check()
 
 
 def assert_kept_blocks_are_right(traffic: Rounds) -> None:
-    """What is kept of texts that are gone are keys and values of their tokens, too."""
+    """Cached prefix blocks of finished texts hold the keys and values of their tokens."""
     bench, (_, model) = traffic.bench, traffic.members
     for runner in (traffic.engine.runner, model.runner):
         cache, size = runner.cache, runner.cache.blocks.block_size
@@ -147,9 +147,9 @@ def assert_kept_blocks_are_right(traffic: Rounds) -> None:
                 chain.insert(0, chain[0].parent)
             tokens = [token for each in chain for token in array("i", each.key)]
             slots = slice(kept.block * size, kept.block * size + size)
-            anew = read_anew(bench, runner, tokens)
+            reread = read_again(bench, runner, tokens)
             kept_rows = torch.stack([cache.keys[:, :, slots], cache.values[:, :, slots]])
-            assert torch.equal(kept_rows, anew[:, :, :, -size:])
+            assert torch.equal(kept_rows, reread[:, :, :, -size:])
 
 
 def check_index(traffic: Rounds) -> None:
@@ -162,12 +162,12 @@ def check_index(traffic: Rounds) -> None:
         tokens = text.tokens[: text.num_read]
         fresh.observe(Committed([text.id], tokens, [0, len(tokens)], [text.tokens[text.num_read]]))
     assert fresh.texts == ngram.texts
-    told = {seq_id: following.text for seq_id, following in traffic.exit.sequences.items()}
-    assert told == {seq_id: text.tokens[: text.num_read] for seq_id, text in read.items()}
+    followed = {seq_id: following.text for seq_id, following in traffic.exit.sequences.items()}
+    assert followed == {seq_id: text.tokens[: text.num_read] for seq_id, text in read.items()}
 
 
 def check_drafters(traffic: Rounds) -> None:
-    """Every drafter guesses what one does that is told of the committed tokens now, and not of anything before."""
+    """Every drafter drafts what a fresh one drafts that observes the committed tokens at once."""
     read = [text for text in traffic.engine.sequences.values() if text.num_read]
     rows = [Row(text.id, text.tokens[: text.num_read + 1], text.tenant or "", text.num_prompt) for text in read]
     budgets = [Budget(4, 1 + text.id % 2, 7) for text in read]
@@ -180,7 +180,7 @@ def check_drafters(traffic: Rounds) -> None:
 
 
 def resident(process: psutil.Process) -> int:
-    """The bytes that the process has in memory, without those that malloc holds back for later."""
+    """The resident bytes of the process, without free memory that malloc keeps."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -189,10 +189,10 @@ def resident(process: psutil.Process) -> int:
 
 
 @pytest.mark.parametrize("num_rounds", [80, pytest.param(1000, marks=pytest.mark.full)])
-def test_random_rounds_leave_what_the_tokens_alone_would(
+def test_state_after_random_rounds_equals_state_rebuilt_from_the_tokens(
     bench: Bench, num_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.draft.model.unread_states.UNREAD_BYTES", 1 << 20)  # full long before half-time
+    monkeypatch.setattr("forerun.draft.model.unread_states.UNREAD_BYTES", 1 << 20)  # full early, well before half-time
     traffic, counted = Rounds(bench, seed=11), Stats()
     monkeypatch.setattr(traffic.engine.controller, "record", counted.record)
     tensors = (traffic.engine.runner.cache.keys, traffic.members[1].runner.cache.keys)
@@ -213,7 +213,7 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
         if number % (num_rounds // 40) == 1 and 8 * number // num_rounds in readings:
             readings[8 * number // num_rounds].append(resident(process))
         if number == num_rounds // 2:
-            check_drafters(traffic)  # what is built for comparison has found its place
+            check_drafters(traffic)  # so that memory for the comparison is allocated before the second half
             assert_kept_blocks_are_right(traffic)
     traffic.engine.notify_drafter()
     check_caches(traffic)
@@ -233,7 +233,7 @@ def test_random_rounds_leave_what_the_tokens_alone_would(
 
 
 def assert_empty(traffic: Rounds) -> None:
-    """Nothing is held for a sequence that is gone."""
+    """Nothing is held for a finished or cancelled sequence."""
     engine, (ngram, model) = traffic.engine, traffic.members
     assert not engine.has_work
     assert not engine.scheduler.running
@@ -251,8 +251,8 @@ def assert_empty(traffic: Rounds) -> None:
         assert runner.cache.num_free_tokens == runner.cache.blocks.num_blocks * runner.cache.blocks.block_size
 
 
-def test_a_proposal_that_raises_leaves_nothing_behind_in_the_drafters_cache() -> None:
-    """The request's own code raises on a guess: its text is then read as if the block had not been."""
+def test_a_failed_proposal_leaves_no_trace_in_the_drafters_cache() -> None:
+    """A logits processor raises while a block is drafted: the drafter's cache is as if it had not been called."""
     bench = Bench.of(dtype="float32")
     found = []
     for raises in (True, False):
@@ -274,8 +274,7 @@ def test_a_proposal_that_raises_leaves_nothing_behind_in_the_drafters_cache() ->
         while sequence.num_output < 3:
             engine.step()
         assert bool(raised) == raises
-        own = drafter.runner  # type: ignore[attr-defined]
-        found.append(rows_of(own, sequence.id))
-    num_read = min(rows.shape[3] for rows in found)  # what came last is read when it is drafted again
+        found.append(rows_of(drafter.runner, sequence.id))  # type: ignore[attr-defined]
+    num_read = min(rows.shape[3] for rows in found)  # the last tokens are read in the next proposal
     assert num_read >= 40
     assert torch.equal(found[0][:, :, :, :num_read], found[1][:, :, :, :num_read])

@@ -1,7 +1,7 @@
-"""Through the whole engine: answers draft for their tenant's next ones, and for nobody else's.
+"""In the engine, past answers draft for later requests of the same tenant, and of no other tenant.
 
-What a request is drafted, round for round, must be what it would have been had other tenants never asked anything. And
-what is kept of an answer is all of it, once, however the sequence ended and whatever became of it on the way.
+The drafts of a request, round by round, must be the same as if other tenants had sent no request. And an answer is
+stored in full and once, however its sequence ended and however often it was preempted.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ PROMPTS = ("Once upon a time", "Lily and Tom went to the park.", "One day, a big
 DEEP = Speculation(6)
 
 
-def asking(seed: int = 0, **others: object) -> SamplingParams:
+def params_with(seed: int = 0, **others: object) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "seed": seed, "max_tokens": 32, "ignore_eos": True} | others))
 
 
@@ -34,13 +34,13 @@ def suffix(draft: str = "suffix", **options: object) -> LLM:
     return LLM(str(TARGET), draft, dtype="float32", **options)
 
 
-def ask(llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", wish: object = DEEP) -> tuple[int, ...]:
+def ask(llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", speculation: object = DEEP) -> tuple[int, ...]:
     with unchecked():
-        return llm.generate(prompt, params, speculation=wish, tenant=tenant)[0].outputs[0].token_ids
+        return llm.generate(prompt, params, speculation=speculation, tenant=tenant)[0].outputs[0].token_ids
 
 
 def past_of(llm: LLM) -> list[tuple[str, tuple[int, ...]]]:
-    """What is kept, and whose it is."""
+    """The stored answers: (tenant, tokens)."""
     assert isinstance(llm.drafter, SuffixDrafter)
     return [(kept.tenant, tuple(kept.tokens)) for kept in llm.drafter.past.answers.values()]
 
@@ -52,15 +52,15 @@ def effort(llm: LLM) -> tuple[int, int, int, int]:
 
 
 def spent(llm: LLM, prompt: str, params: SamplingParams, tenant: str) -> tuple[int, ...]:
-    """By how much the counters grow with this request."""
+    """The increase of the counters by this request."""
     before = effort(llm)
     assert ask(llm, prompt, params, tenant) == ask(plain(), prompt, params)
     return tuple(now - then for now, then in zip(effort(llm), before, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_answer_drafts_for_its_tenants_next_one_and_for_nobody_elses(temperature: float) -> None:
-    llm, params = suffix(), asking(3, temperature=temperature, max_tokens=64)
+def test_past_answers_draft_for_their_own_tenant_only(temperature: float) -> None:
+    llm, params = suffix(), params_with(3, temperature=temperature, max_tokens=64)
     fresh = spent(llm, PROMPTS[0], params, "a")
     known = spent(llm, PROMPTS[0], params, "a")
     assert known[1] < fresh[1] / 2  # rounds
@@ -70,40 +70,40 @@ def test_an_answer_drafts_for_its_tenants_next_one_and_for_nobody_elses(temperat
     assert spent(llm, PROMPTS[0], params, "b")[1] < fresh[1] / 2
 
 
-def test_other_tenants_traffic_leaves_no_trace_in_what_is_drafted() -> None:
+def test_drafts_do_not_depend_on_other_tenants_traffic() -> None:
     """The same requests of one tenant, alone and between those of others."""
     dice, alone, crowd = random.Random(0), suffix(), suffix()
     for _ in range(6):
-        prompt, params = dice.choice(PROMPTS), asking(dice.randrange(2), temperature=dice.choice([0.0, 0.7]))
+        prompt, params = dice.choice(PROMPTS), params_with(dice.randrange(2), temperature=dice.choice([0.0, 0.7]))
         for _ in range(2):
-            spent(crowd, dice.choice(PROMPTS), asking(dice.randrange(2)), dice.choice(["b", "c"]))
+            spent(crowd, dice.choice(PROMPTS), params_with(dice.randrange(2)), dice.choice(["b", "c"]))
         assert spent(crowd, prompt, params, "a") == spent(alone, prompt, params, "a")
 
 
-@pytest.mark.parametrize("wish", [False, Speculation(5), Speculation(4, 3, 9)])
-def test_an_answer_is_kept_to_its_last_token_however_it_ended(wish: bool | Speculation) -> None:
-    """By its limit, a stop string, a stop id inside an accepted run: undrafted ones too."""
+@pytest.mark.parametrize("speculation", [False, Speculation(5), Speculation(4, 3, 9)])
+def test_an_answer_is_stored_in_full_however_it_ended(speculation: bool | Speculation) -> None:
+    """By its limit, a stop string or a stop id inside an accepted run; undrafted answers too."""
     llm, answers = suffix(), []
-    whole = ask(plain(), PROMPTS[0], asking())
-    text = plain().generate(PROMPTS[0], asking())[0].outputs[0].text
+    whole = ask(plain(), PROMPTS[0], params_with())
+    text = plain().generate(PROMPTS[0], params_with())[0].outputs[0].text
     ends = [
         *({"max_tokens": n} for n in (1, 2, 7, 32)),
         *({"stop": text[n : n + 4]} for n in (20, 40)),
         *({"stop_token_ids": [whole[n]]} for n in (3, 19)),
     ]
     for _ in range(2):
-        answers += [("a", ask(llm, PROMPTS[0], asking(**end), "a", wish)) for end in ends]
+        answers += [("a", ask(llm, PROMPTS[0], params_with(**end), "a", speculation)) for end in ends]
     assert past_of(llm) == answers
-    assert (llm.stats.num_accepted > 0) == bool(wish)
+    assert (llm.stats.num_accepted > 0) == bool(speculation)
 
 
-def test_a_cancelled_answer_is_kept_as_far_as_it_went() -> None:
-    llm, said = suffix(), []
-    for delta in llm.stream(PROMPTS[0], asking(), speculation=DEEP, tenant="a"):
-        said += delta.token_ids
-        if len(said) > 9:
+def test_a_cancelled_answer_is_stored_up_to_its_last_token() -> None:
+    llm, received = suffix(), []
+    for delta in llm.stream(PROMPTS[0], params_with(), speculation=DEEP, tenant="a"):
+        received += delta.token_ids
+        if len(received) > 9:
             break
-    assert past_of(llm) == [("a", tuple(said))]
+    assert past_of(llm) == [("a", tuple(received))]
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +111,12 @@ def bench() -> Bench:
     return Bench.of()
 
 
-def test_preempted_answers_are_kept_once_and_whole(bench: Bench) -> None:
-    """In a cache too small for all, sequences leave and come back, and what drafts for them is right all the same."""
+def test_preempted_answers_are_stored_once_and_in_full(bench: Bench) -> None:
+    """In a cache too small for all, sequences are preempted and resumed; their answers are those of plain decoding."""
     dice, requests, drafter = random.Random(4), bench.requests(), SuffixDrafter()
-    asked = [([1, *dice.choices(range(3, 512), k=20)], asking(i, temperature=i % 2, max_tokens=60)) for i in range(8)]
+    asked = [
+        ([1, *dice.choices(range(3, 512), k=20)], params_with(i, temperature=i % 2, max_tokens=60)) for i in range(8)
+    ]
     options = EngineOptions(max_num_seqs=8, chunk_tokens=32)
     engine = bench.engine(drafter, num_tokens=400, options=options)
     texts = [requests.sequences(Request.of(p, q, DEEP, "ab"[i % 2]))[0] for i, (p, q) in enumerate(asked)]
@@ -127,8 +129,8 @@ def test_preempted_answers_are_kept_once_and_whole(bench: Bench) -> None:
     assert not drafter.sequences
 
 
-def test_a_file_goes_on_drafting_after_a_restart(tmp_path: Path) -> None:
-    spec, params = f"suffix:{tmp_path / 'past'}", asking(max_tokens=64)
+def test_answers_in_a_file_draft_after_a_restart(tmp_path: Path) -> None:
+    spec, params = f"suffix:{tmp_path / 'past'}", params_with(max_tokens=64)
     first = suffix(spec)
     fresh = spent(first, PROMPTS[0], params, "a")
     second = suffix(spec)
@@ -138,28 +140,28 @@ def test_a_file_goes_on_drafting_after_a_restart(tmp_path: Path) -> None:
     assert len(past_of(suffix(spec))) == 3
 
 
-def test_tenants_at_every_front_door() -> None:
+def test_every_front_door_stores_answers_under_their_tenant() -> None:
     llm = suffix()
 
     async def work(front: AsyncLLM) -> None:
-        await front.generate(PROMPTS[0], asking(n=2), tenant="async")
-        assert [delta async for delta in front.stream(PROMPTS[0], asking(), tenant="streamed")]
+        await front.generate(PROMPTS[0], params_with(n=2), tenant="async")
+        assert [delta async for delta in front.stream(PROMPTS[0], params_with(), tenant="streamed")]
 
     async def main() -> None:
         async with AsyncLLM(llm) as front:
             await work(front)
 
-    llm.generate(list(PROMPTS), asking(), tenant="batch")
-    assert list(llm.stream(PROMPTS[0], asking(), tenant="stream"))
+    llm.generate(list(PROMPTS), params_with(), tenant="batch")
+    assert list(llm.stream(PROMPTS[0], params_with(), tenant="stream"))
     asyncio.run(main())
-    llm.generate(PROMPTS[0], asking())
+    llm.generate(PROMPTS[0], params_with())
     owners = [tenant for tenant, _ in past_of(llm)]
     assert owners == ["batch"] * 3 + ["stream"] + ["async"] * 2 + ["streamed", ""]
 
 
 def test_no_draw_depends_on_the_tenant() -> None:
-    """Nor does anything that a round makes once for equal rows."""
-    params = asking(5, temperature=1.0, repetition_penalty=1.2, top_k=20)
+    """Nor does anything else in a row's sampling parameters."""
+    params = params_with(5, temperature=1.0, repetition_penalty=1.2, top_k=20)
     (one,), (other,) = (plain().requests.sequences(Request.of([1, 5, 6], params, tenant=tenant)) for tenant in "ab")
     assert one.sampling() != other.sampling()
     assert astuple(one.sampling())[1:-1] == astuple(other.sampling())[1:-1]

@@ -1,9 +1,9 @@
-"""Draws that compiled kernels leave to torch change nothing but time, however many they are.
+"""Draws that compiled kernels leave to torch change no token, however many they are.
 
-Kernels are not certain of a draw whose two best scores are about equal, or whose winner stands at the edge of a
-nucleus. That happens once in 20,000 draws: too seldom for other tests to meet it in every place. Here it happens once
-in some fifteen, in the target's draws and in those of every drafter: chains end there, nodes are drawn anew, and the
-tokens must stay those of plain decoding.
+Kernels leave a draw undecided whose two best scores are about equal, or whose winner stands at the edge of a nucleus.
+That happens once in 20,000 draws, too seldom for other tests to cover. Here it happens once in about fifteen, in the
+target's draws and in those of every drafter: chains end there, nodes are drawn again by torch, and the tokens must stay
+those of plain decoding.
 """
 
 from functools import cache
@@ -35,7 +35,7 @@ CHAINS, DEEP, TREES = Speculation(4), Speculation(12), Speculation(4, 2, 9)
 
 @pytest.fixture
 def common(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws of which kernels are not certain are common."""
+    """Makes draws that kernels leave undecided common."""
     require_compiler()
     monkeypatch.setattr(SamplingKernels, "slack", COMMON)
 
@@ -67,7 +67,7 @@ def test_the_setting_makes_uncertain_draws_common(common: None) -> None:
 @pytest.mark.short("None-float32", "model:stories280k-float32", "block:heads-float32")
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.full) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize("name", [None, *DRAFTERS])
-def test_the_tokens_are_the_same(name: str | None, dtype: str, request: pytest.FixtureRequest) -> None:
+def test_uncertain_draws_change_no_token(name: str | None, dtype: str, request: pytest.FixtureRequest) -> None:
     expected = plain(dtype)
     request.getfixturevalue("common")
     llm = LLM(str(TARGET), None if name is None else as_draft(name), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Tests of the enumeration itself: rules that are commonly got wrong must fail the checker that the true ones pass."""
+"""Tests of the enumeration itself: rules with common mistakes must fail the check that the right rules pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +37,7 @@ def uncapped_end(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
 
 
 def reused_noise(tree: DraftTree, p: Tensor, row: Tensor) -> AcceptLaw:
-    """The recovered token is found by inverting the residual's law at the very number that rejected the guess."""
+    """The recovered token is drawn from the residual with the same random number that rejected the draft token."""
     law = token_law(tree, p, row)
     failed = torch.zeros(len(p), dtype=p.dtype)  # a rejecting number lies in [failed, 1)
     child = tree.children()[:, :, 0]
@@ -84,7 +84,7 @@ WRONG_RULES = {
 }
 
 
-def test_the_true_rules_pass() -> None:
+def test_the_right_rules_pass() -> None:
     for rule in (token_law, block_law):
         assert worst(on_chains(rule, 3)) < TOLERANCE
 
@@ -100,12 +100,12 @@ def test_the_token_residual_in_block_goes_unnoticed_with_two_tokens() -> None:
     assert worst(on_chains(token_residual, 2), binary) < TOLERANCE
 
 
-def test_block_with_the_joint_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_with_the_joint_ratio_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     joint_weights(monkeypatch)
     assert worst(on_chains(block_law, 2)) > WRONG
 
 
-def test_trees_drawn_without_replacement_and_judged_as_if_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifying_trees_as_if_drawn_with_replacement_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def star(family: Family) -> Emissions:
         return RULES["token"](trees(family.q, (-1, -1)), family.p, family.vocab)
 

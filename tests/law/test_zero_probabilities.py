@@ -21,17 +21,17 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
 def chain(
-    p: list[list[float]], q: list[list[float]], guesses: list[int], dtype: torch.dtype
+    p: list[list[float]], q: list[list[float]], draft_tokens: list[int], dtype: torch.dtype
 ) -> tuple[DraftTree, Tensor, Tensor]:
     """One chain with these laws, as (tree, p, row)."""
-    depth = len(guesses)
+    depth = len(draft_tokens)
     known = DraftLaw(torch.tensor([[*range(depth), -1]]), torch.tensor(q, dtype=dtype))
-    tree = DraftTree.chains(torch.tensor([0]), torch.tensor([guesses]), q=known)
+    tree = DraftTree.chains(torch.tensor([0]), torch.tensor([draft_tokens]), q=known)
     return tree, torch.tensor(p, dtype=dtype), torch.arange(depth + 1)[None]
 
 
-def sound(law: AcceptLaw) -> None:
-    """Chances are chances, laws are laws."""
+def assert_valid_law(law: AcceptLaw) -> None:
+    """Acceptance probabilities lie in [0, 1], and every law sums to 1."""
     assert ((law.accept >= 0) & (law.accept <= 1)).all(), law.accept
     assert (law.after >= 0).all(), "a negative or undefined probability"
     assert torch.allclose(law.after.sum(1), torch.ones(len(law.after), dtype=law.after.dtype), atol=1e-5)
@@ -39,10 +39,10 @@ def sound(law: AcceptLaw) -> None:
 
 @LAWS
 @DTYPES
-def test_an_illegal_guess_is_rejected_by_every_coin(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+def test_a_draft_token_of_probability_zero_is_rejected_for_every_coin(rule, dtype) -> None:  # type: ignore[no-untyped-def]
     args = chain([[0.0, 0.25, 0.75], [0.2, 0.3, 0.5]], [[0.5, 0.25, 0.25]], [0], dtype)
     law = rule(*args)
-    sound(law)
+    assert_valid_law(law)
     assert law.accept[0, 1] == 0
     walked = walk(args[0], law, torch.zeros(1, 2))
     assert walked.length.tolist() == [0]
@@ -51,12 +51,12 @@ def test_an_illegal_guess_is_rejected_by_every_coin(rule, dtype) -> None:  # typ
 
 @LAWS
 @DTYPES
-def test_equal_laws_accept_everything(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+def test_equal_laws_accept_every_draft_token(rule, dtype) -> None:  # type: ignore[no-untyped-def]
     """The residual is empty; the law that stands in for it is the target's."""
     p = [[0.1, 0.2, 0.7], [0.3, 0.3, 0.4], [0.5, 0.2, 0.3]]
     args = chain(p, p[:2], [2, 0], dtype)
     law = rule(*args)
-    sound(law)
+    assert_valid_law(law)
     walked = walk(args[0], law, torch.full((1, 3), BELOW_ONE, dtype=torch.float64))
     assert walked.length.tolist() == [2]
     assert torch.equal(law.after, args[1])
@@ -69,18 +69,18 @@ ROWS = st.lists(WEIGHTS, min_size=5, max_size=5).filter(lambda row: max(row) >= 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROWS, min_size=8, max_size=8), st.lists(st.integers(0, 4), min_size=3, max_size=3), st.booleans())
 def test_no_mixture_of_zeros_and_subnormals_gives_nan(
-    rows: list[list[float]], guesses: list[int], double: bool
+    rows: list[list[float]], draft_tokens: list[int], double: bool
 ) -> None:
     dtype = torch.float64 if double else torch.float32
     laws = torch.tensor(rows, dtype=dtype)
     laws = laws / laws.sum(1, keepdim=True)
-    tree, _, row = chain([[1.0] * 5] * 4, rows[4:7], guesses, dtype)
+    tree, _, row = chain([[1.0] * 5] * 4, rows[4:7], draft_tokens, dtype)
     for rule in (token_law, block_law):
         law = rule(tree, laws[:4], row)
-        sound(law)
+        assert_valid_law(law)
         assert not law.after[laws[:4] == 0].any(), "a token that the target never draws"
-        for step, guess in enumerate(guesses):
-            assert laws[step, guess] > 0 or law.accept[0, step + 1] == 0 or rule is block_law
+        for step, token in enumerate(draft_tokens):
+            assert laws[step, token] > 0 or law.accept[0, step + 1] == 0 or rule is block_law
     star = DraftTree(
         tokens=torch.tensor([[0, 4, 0, 2]]),
         parents=torch.tensor([[-1, 0, 0, 0]]),
@@ -89,13 +89,13 @@ def test_no_mixture_of_zeros_and_subnormals_gives_nan(
         q=DraftLaw(torch.tensor([[0, -1, -1, -1]]), laws[7:]),
     )
     law = token_law(star, laws[:4], torch.arange(4)[None])
-    sound(law)
+    assert_valid_law(law)
     assert not law.after[laws[:4] == 0].any()
 
 
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
-def test_logits_of_minus_infinity(rule: Verification) -> None:
-    """One token is left after the filters; a guess of it is accepted, another is not, and it is what is drawn."""
+def test_tokens_that_filters_exclude_are_rejected_and_never_drawn(rule: Verification) -> None:
+    """One token is left after the filters: drafted it is accepted, others are rejected, and it is what is drawn."""
     params = SamplingParams(top_k=1)
     rows = [RowSampling(i, params, 5, 0, [1, 2], 2) for i in range(2)]
     draws = Draws(rows, 4, rejection=rule != "coupled")

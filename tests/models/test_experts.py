@@ -24,7 +24,7 @@ from forerun.models.projections import LayerTable, tensor_shapes
 from forerun.models.runner import Read, Runner
 from kit.checkpoints import TARGET
 from kit.compiled import LEVELS, compiled_for, require_compiler
-from kit.reading import bits_in_any_company, logits_in_pieces
+from kit.reading import bits_of_any_reading, logits_in_pieces
 from kit.sparse import FAMILIES, write_sparse
 from kit.unchecked import unchecked
 from models.damage import ABSENT, VALUES, write
@@ -70,7 +70,7 @@ COMPANY = [
 def test_a_row_has_bits_of_its_own(
     folders: dict[str, Path], family: str, choice: KernelChoice, dtype: str, quantize: Quantization | None
 ) -> None:
-    assert bits_in_any_company(load(folders[family], choice, dtype, quantize), text(LENGTH)).std() > 1.5
+    assert bits_of_any_reading(load(folders[family], choice, dtype, quantize), text(LENGTH)).std() > 1.5
 
 
 @pytest.mark.short("qwen3_moe-*'int8'*")
@@ -103,7 +103,7 @@ def test_also_by_kernels_for_lesser_processors(
 ) -> None:
     kernels = checked(compiled_for(level))
     monkeypatch.setattr(choosing, "find_kernels", lambda choice, *_: kernels if choice == "native" else None)
-    found = bits_in_any_company(load(folders[family], "native", *numbers), text(LENGTH))
+    found = bits_of_any_reading(load(folders[family], "native", *numbers), text(LENGTH))
     if numbers == ("float32", None):
         by_torch = logits_in_pieces(load(folders[family], "torch"), text(LENGTH), [LENGTH])
         assert (found - by_torch).abs().max() < 1e-4 * by_torch.abs().max()

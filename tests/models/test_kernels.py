@@ -21,7 +21,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from kit.checkpoints import TARGET
 from kit.compiled import LEVELS, compiled_for, require_compiler
-from kit.reading import bits_in_any_company, logits_in_pieces, threads
+from kit.reading import bits_of_any_reading, logits_in_pieces, threads
 
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
 COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
@@ -113,7 +113,7 @@ def test_a_text_in_any_company_by_any_threads(numbers: str) -> None:
     native = load(TARGET, numbers, "native")
     rng = random.Random(numbers)
     tokens = [rng.randrange(3, 512) for _ in range(400)]
-    alone = bits_in_any_company(native, tokens)
+    alone = bits_of_any_reading(native, tokens)
     by_torch = logits_in_pieces(load(TARGET, numbers, "torch"), tokens, [400])
     bound = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}.get(numbers, 0.1)
     assert (alone - by_torch).abs().max() < bound * by_torch.abs().max()

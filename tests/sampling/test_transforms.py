@@ -16,7 +16,7 @@ from forerun.errors import InvalidRequest, RequestFailed
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from kit.laws import narrowed, shaped, softmax
+from kit.laws import edited_logits, filtered_logits, softmax
 
 VOCAB = 23
 EOS = (2, 5)
@@ -25,10 +25,10 @@ EOS = (2, 5)
 def oracle(logits: list[float], row: RowSampling, num_ids: int) -> list[float]:
     """The law after a row's text, as probabilities, by the definition of each parameter."""
     x = np.array([value if token < num_ids else -math.inf for token, value in enumerate(logits)])
-    x = shaped(x, list(row.tokens), row.num_prompt, row.params, EOS, row.bad_words)
+    x = edited_logits(x, list(row.tokens), row.num_prompt, row.params, EOS, row.bad_words)
     if row.params.greedy:
         return [float(token == x.argmax()) for token in range(len(x))]
-    return softmax(narrowed(x, row.params)).tolist()
+    return softmax(filtered_logits(x, row.params)).tolist()
 
 
 def alternate(text: object, logits: Tensor) -> Tensor:
