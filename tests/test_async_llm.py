@@ -20,7 +20,7 @@ from forerun.request import Prompt
 from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
-from kit.engines import PATIENCE_S, alone, params_with, plain
+from kit.engines import PATIENCE_S, params_with, plain, plain_answer
 from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
@@ -67,7 +67,7 @@ def test_requests_at_once_are_answered_as_if_alone() -> None:
             return await front.generate(PROMPTS[i % 5], params_with(i), speculation=WISHES[i % len(WISHES)])
 
         found = await asyncio.gather(*(one(i) for i in range(num)))
-        assert list(map(exact_parts, found)) == [alone(i) for i in range(num)]
+        assert list(map(exact_parts, found)) == [plain_answer(i) for i in range(num)]
 
     run(work)
 
@@ -102,7 +102,7 @@ def test_a_refused_request_disturbs_nobody() -> None:
                 await front.generate(prompt, asked)
             with pytest.raises(InvalidRequest):
                 await anext(front.stream(prompt, asked))
-        assert exact_parts(await good) == alone(0)
+        assert exact_parts(await good) == plain_answer(0)
 
     run(work)
 
@@ -148,10 +148,10 @@ def test_who_leaves_is_forgotten_and_the_others_go_on(leave: Callable[[AsyncLLM]
     async def work(front: AsyncLLM) -> None:
         others = [asyncio.create_task(front.generate(PROMPTS[i], params_with(i))) for i in range(3)]
         await leave(front)
-        assert [exact_parts(await other) for other in others] == [alone(i) for i in range(3)]
+        assert [exact_parts(await other) for other in others] == [plain_answer(i) for i in range(3)]
         engine = front.llm.engine
         await until(lambda: not front.outboxes and not engine.has_work and not engine.runner.cache.num_rows)
-        assert exact_parts(await front.generate(PROMPTS[0], params_with(0))) == alone(0)
+        assert exact_parts(await front.generate(PROMPTS[0], params_with(0))) == plain_answer(0)
 
     run(work)
 
@@ -175,7 +175,7 @@ def test_closing_ends_what_is_under_way() -> None:
         front.close()
 
     run(work)
-    assert exact_parts(drafting().generate(PROMPTS[0], params_with(0))[0]) == alone(0)
+    assert exact_parts(drafting().generate(PROMPTS[0], params_with(0))[0]) == plain_answer(0)
 
 
 class Faulty(Exception):
@@ -205,7 +205,7 @@ def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPa
     asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
     monkeypatch.undo()
     assert not llm.engine.has_work
-    assert exact_parts(llm.generate(PROMPTS[0], params_with(0))[0]) == alone(0)
+    assert exact_parts(llm.generate(PROMPTS[0], params_with(0))[0]) == plain_answer(0)
 
 
 def test_an_event_loop_is_woken_once_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_loops_of_several_threads() -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     front.close()
-    assert [found[i] for i in range(num)] == [alone(i) for i in range(num)]
+    assert [found[i] for i in range(num)] == [plain_answer(i) for i in range(num)]
     assert_empty(drafting())
 
 

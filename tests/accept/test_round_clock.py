@@ -1,4 +1,4 @@
-"""Where a round's time goes, on a GPU by stand-ins for its events, and whether a graph was captured in it."""
+"""The parts of a round's time, on a GPU with fake events, and whether a graph was captured in the round."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from forerun.accept.outcome import RoundClock
 from forerun.device import Captures
 
 
-def test_a_rounds_time_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_a_rounds_time_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([5.0, 5.25, 7.0, 7.5])
     monkeypatch.setattr(outcome, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     clock = RoundClock(torch.device("cpu"))
@@ -21,7 +21,7 @@ def test_a_rounds_time_is_that_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Event:
-    """An event on a card that is still at work until somebody waits for it."""
+    """A fake event of a GPU that works until the host waits for it."""
 
     places: Iterator[float] = iter(())  # ms
     passed = -1.0
@@ -40,9 +40,9 @@ class Event:
         return later.place - self.place
 
 
-def test_on_a_gpu_the_device_says_when_its_work_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls return at once. What drafters take behind theirs is theirs, and the verdict waits for the rest, also in a
-    round that reads a piece of a prompt alone: of that nothing is fetched."""
+def test_on_a_gpu_device_events_give_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls return at once. Device time after the drafter's calls counts as drafting, the rest until the verdict as the
+    pass, also in a round that only reads a part of a prompt, of which nothing is fetched."""
     times = iter([1.0, 1.01, 1.02, 1.125])
     monkeypatch.setattr(outcome, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     monkeypatch.setattr(Event, "places", iter([0.0, 40.0, 100.0]))

@@ -1,4 +1,4 @@
-"""A run ends exactly where the same tokens, one at a time, end; and where a search of the whole decoded text says."""
+"""A run of tokens ends where the same tokens one at a time end, and where a search of the entire decoded text says."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ EOS = 2
 
 
 def letters() -> Tokenizer:
-    """Few letters, so that stop strings are met often: a b c, two- and three-letter tokens, halves of "é", <s>."""
+    """Few letters, so that stop strings occur often: a b c, two- and three-letter tokens, halves of "é", <s>."""
     words = ["<s>", "a", "b", "c", "ab", "ba", "abc", "aab", "Ã", "©", "<e>"]  # "Ã", "©": the two bytes of "é"
     backend = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,7 +36,7 @@ LETTER_EOS = 0  # <s> is special; <e>, the last, is not
 
 @dataclass(frozen=True)
 class Ending:
-    """All that is seen of a sequence from outside."""
+    """The visible end of a sequence."""
 
     num_tokens: int
     text: str
@@ -60,7 +60,7 @@ def play(checker: StopChecker, runs: Iterator[Sequence[int]]) -> tuple[Ending, l
 
 
 def oracle(ids: Sequence[int], params: SamplingParams, eos: int, limit: int, tokenizer: Tokenizer) -> Ending:
-    """By the definition, from scratch for every number of tokens: decode all, search all."""
+    """The definition: for every number of tokens, decode all and search all."""
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else (eos,))}
 
     def decoded(count: int) -> str:
@@ -88,7 +88,7 @@ def oracle(ids: Sequence[int], params: SamplingParams, eos: int, limit: int, tok
 
 
 def stops_within(text: str) -> st.SearchStrategy[list[str]]:
-    """Up to three stop strings: mostly cut out of the text itself, so that they overlap and are met."""
+    """Up to three stop strings, mostly parts of the text, so that they occur and overlap."""
     parts = st.tuples(st.integers(0, len(text)), st.integers(1, 6)).map(lambda cut: text[cut[0] : sum(cut)])
     clean = parts.filter(lambda part: part and "\ufffd" not in part)  # half a character is no text yet
     return st.lists(clean | st.text("abcé", min_size=1, max_size=4), max_size=3)
@@ -96,7 +96,7 @@ def stops_within(text: str) -> st.SearchStrategy[list[str]]:
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_any_runs_end_where_the_definition_says(data: st.DataObject) -> None:
+def test_any_runs_end_where_the_definition_says_they_end(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=14))
     most = data.draw(st.integers(1, len(ids)))
     max_tokens = data.draw(st.sampled_from([most, most + 5, None]))
@@ -136,8 +136,8 @@ WORDS = st.sampled_from([[1], [410], [403], [429]])
 @given(ids=st.lists(CHUNKS | CHUNKS | WORDS, min_size=1, max_size=9).map(joined))
 @example(ids=[3 + 10, 3 + 0xFF, 403])
 @settings(max_examples=300, deadline=None)
-def test_byte_tokens_end_a_text_as_soon_as_the_whole_would_hold_the_stop_string(ids: list[int]) -> None:
-    """The run's text may still turn into U+FFFD by what follows, but ending there it is the text."""
+def test_byte_tokens_end_a_text_as_soon_as_its_decoded_form_has_a_stop_string(ids: list[int]) -> None:
+    """Later bytes might still turn the run's text into U+FFFD, but if it ends there it is the text."""
     params = SamplingParams(stop=["\n", "é\u20ac", "  "], max_tokens=len(ids))
     ending, _ = play(StopChecker(params, [EOS], STORIES, 99), iter([ids]))
     for count in range(1, len(ids) + 1):
@@ -161,7 +161,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back_and_then_released() -> N
     assert stop.pieces == (Piece("c", 4),)
 
 
-def test_text_goes_on_from_the_prompt() -> None:
+def test_leading_spaces_depend_on_the_prompt() -> None:
     """A leading space belongs to the text where words precede it, and not at the start of all text."""
     assert StopChecker(SamplingParams(), [EOS], STORIES, 9, prompt=[1]).push([407]).pieces[0].text == "upon"
     assert StopChecker(SamplingParams(), [EOS], STORIES, 9, prompt=[1, 403]).push([407]).pieces[0].text == " upon"
@@ -177,7 +177,7 @@ def test_without_a_tokenizer_ids_and_limits_still_end_a_sequence() -> None:
         StopChecker(SamplingParams(stop="x"), [EOS], None, 99)
 
 
-def test_an_ended_sequence_takes_no_more() -> None:
+def test_an_ended_sequence_accepts_no_more_tokens() -> None:
     checker = StopChecker(SamplingParams(), [EOS], STORIES, 99)
     assert checker.push([]).num_kept == 0
     checker.push([EOS])

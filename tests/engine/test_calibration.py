@@ -1,4 +1,4 @@
-"""What an engine measures before its first request: it is kept, not remembered as text, and changes no token."""
+"""What an engine measures before its first request is cached, leaves no text behind, and changes no token."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ from forerun.models.runner import Read, Runner
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
 
-TOKEN_S = 1e-4  # of the clock that a test makes
+TOKEN_S = 1e-4  # per token, of the clock of `made_clock`
 PROMPTS = ["Once upon a time", "One day, a little girl", "The cat"]
 DRAFTS = [
     "ngram",
@@ -46,13 +46,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is measured, however slow the machine is; the test of the limit sets its own."""
+    """Removes the time limit, so that everything is measured on slow machines, too."""
     monkeypatch.setattr(calibration, "LIMIT_S", 1e6)
 
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A note for every round that any engine makes: how many sequences were in it."""
+    """The number of sequences in every round of any engine."""
     noted: list[int] = []
     step = Engine.step
 
@@ -66,7 +66,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def made_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock for rounds and drafters that every token which a model reads puts forward, and nothing else does."""
+    """A clock that advances by TOKEN_S for every token that a model reads, and not otherwise."""
     now_s, plain_read = [0.0], Runner.read
 
     def reading(own: Runner, reads: Sequence[Read], *rest: object, **more: object) -> object:
@@ -89,8 +89,8 @@ def controller_of(llm: LLM) -> MeasuredDepth:
 
 @pytest.mark.short("model:*")
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list[int]) -> None:
-    """Every drafter at batch 1 and at the largest; nothing of it is left in the engine."""
+def test_the_first_start_measures_and_the_next_one_reads_the_file(draft: str, steps: list[int]) -> None:
+    """Every drafter is measured at batch size 1 and at the largest; the engine holds no state of it."""
     first = started(draft)
     assert len(steps) > 20
     assert set(steps) == {1, 8, 16}
@@ -112,7 +112,7 @@ def test_the_first_start_measures_and_the_next_one_reads(draft: str, steps: list
 @pytest.mark.parametrize(
     "options", [{"threads": 1}, {"max_num_seqs": 2}, {"verification": "token"}, {"quantize": "int8"}]
 )
-def test_what_it_depends_on_tells_measurements_apart(options: dict[str, object], steps: list[int]) -> None:
+def test_other_settings_are_measured_separately(options: dict[str, object], steps: list[int]) -> None:
     started("ngram", threads=2)
     steps.clear()
     started("ngram", **({"threads": 2} | options))
@@ -132,7 +132,7 @@ def test_without_drafts_or_with_a_fixed_depth_nothing_is_measured(steps: list[in
 
 
 def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: list[int]) -> None:
-    """Requests without a seed get theirs by number; samples must not take numbers away."""
+    """Requests without a seed get one by their number; sample prompts must not use up numbers."""
     params = SamplingParams(temperature=1.0, max_tokens=20, n=2)
     expected = started("ngram", seed=7, speculation=4).generate(PROMPTS, params)
     measured = started("ngram", seed=7).generate(PROMPTS, params)
@@ -145,8 +145,8 @@ def test_seeds_and_tokens_are_those_of_an_engine_that_measured_nothing(steps: li
 @pytest.mark.short("model:*")
 @pytest.mark.parametrize(("draft", "readers"), [(f"model:{SMALL}", 1), (f"mix[ngram,model:{SMALL}]", 1), ("ngram", 0)])
 @pytest.mark.usefixtures("made_clock")
-def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
-    """Of those who read the text themselves, and kept for the next start."""
+def test_the_prefill_time_of_drafters_is_measured_and_cached(draft: str, readers: int) -> None:
+    """For drafters that read the text themselves; the times are cached for the next start."""
     first, again = (controller_of(started(draft)) for _ in range(2))
     measured = [record.reading_s for record in first.drafters.all]
     assert sum(each == pytest.approx(TOKEN_S, rel=0.1) for each in measured) == readers
@@ -154,8 +154,8 @@ def test_how_fast_drafters_read_is_measured(draft: str, readers: int) -> None:
     assert [record.reading_s for record in again.drafters.all] == measured
 
 
-def test_samples_are_not_remembered(tmp_path: Path) -> None:
-    """Neither in memory nor in a user's file."""
+def test_sample_prompts_are_not_stored_as_past_answers(tmp_path: Path) -> None:
+    """Neither in memory nor in the user's file of past answers."""
     path = tmp_path / "past.jsonl"
     llm = started(f"suffix:{path}")
     assert isinstance(llm.drafter, SuffixDrafter)
@@ -166,7 +166,7 @@ def test_samples_are_not_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"version": 1, "names": [""], "passes": [], "arms": []}'])
-def test_a_damaged_file_is_measured_anew(text: str, folder: Path, steps: list[int]) -> None:
+def test_a_damaged_file_is_replaced_by_a_new_measurement(text: str, folder: Path, steps: list[int]) -> None:
     started("ngram")
     (path,) = folder.glob("rounds-*.json")
     path.write_text(text)
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_measured_anew(text: str, folder: Path, steps: list[in
 
 
 def corrupted(found: object, rng_value: object) -> list[object]:
-    """The same JSON with one of its values at a time in place of which stands another."""
+    """Copies of a JSON value, in each of which one value is replaced."""
     if isinstance(found, dict):
         return [
             {**found, key: changed}
@@ -195,7 +195,7 @@ def corrupted(found: object, rng_value: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def measured() -> str:
-    """What a start has measured, as JSON."""
+    """The measurements of a start, as JSON."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "keep", lambda *_: None)
         patch.setattr(calibration, "read_kept", lambda *_: None)
@@ -203,8 +203,8 @@ def measured() -> str:
 
 
 @pytest.mark.parametrize("value", [None, -1.0, float("nan"), float("inf"), "x", [], {}, True])
-def test_any_value_that_is_wrong_is_refused_or_harmless(value: object, measured: str) -> None:
-    """A file with one value changed gives a controller whose every estimate is a finite time, or none at all."""
+def test_any_changed_value_in_the_file_is_refused_or_harmless(value: object, measured: str) -> None:
+    """A file with one value changed gives a controller with finite estimates, or none."""
     for found in corrupted(json.loads(measured), value):
         try:
             controller = from_json(found, ("ngram",))
@@ -215,8 +215,8 @@ def test_any_value_that_is_wrong_is_refused_or_harmless(value: object, measured:
         assert all(0 <= record.cost_s(4, 2) < float("inf") for record in controller.drafters.all)
 
 
-def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no time at all nothing is measured, and the engine works; with little, batch 1 comes first."""
+def test_calibration_ends_within_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time nothing is measured, and the engine works; with little time, batch size 1 comes first."""
     monkeypatch.setattr(calibration, "LIMIT_S", 0.0)
     llm = started("ngram")
     assert llm.forecasts == ()
@@ -237,7 +237,7 @@ def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {kind.rows for kind in controller_of(llm).costs.kinds} == {1}
 
 
-def test_an_engine_that_cannot_be_measured_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_calibration_does_not_prevent_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> Sequence[int]:
         raise OSError("no")
 
@@ -249,25 +249,25 @@ def test_an_engine_that_cannot_be_measured_is_used_all_the_same(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("max_model_len", [4, 9, 30])
-def test_short_contexts_are_measured_as_far_as_they_go(max_model_len: int) -> None:
+def test_calibration_works_with_short_contexts(max_model_len: int) -> None:
     llm = started(f"model:{SMALL}", max_model_len=max_model_len)
     assert_empty(llm)
     (answer,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True, seed=1))
     assert len(answer.outputs[0].token_ids) == 2
 
 
-def test_the_log_is_told_what_to_expect(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_expected_gain_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="forerun"):
         llm = started(f"model:{SMALL}")
     lines = [record.getMessage() for record in caplog.records if "expected" in record.getMessage()]
     assert len(lines) == 1
-    pays = any(each.depth for each in llm.forecasts)
-    assert ("at batch 1" in lines[0]) if pays else ("not expected to save time" in lines[0])
+    is_faster = any(each.depth for each in llm.forecasts)
+    assert ("at batch 1" in lines[0]) if is_faster else ("not expected to save time" in lines[0])
 
 
 @pytest.mark.usefixtures("made_clock")
-def test_results_and_stats_tell_the_gain() -> None:
-    """Of rounds that were plain it is nearly 1; without a measurement it is not known."""
+def test_results_and_stats_report_the_gain() -> None:
+    """For plain rounds the gain is nearly 1; without a measurement it is unknown."""
     params = SamplingParams(temperature=0.7, max_tokens=200, seed=3, ignore_eos=True)
     llm = started(f"model:{SMALL}")
     (plain,) = llm.generate(PROMPTS[0], params, speculation=False)
@@ -281,8 +281,8 @@ def test_results_and_stats_tell_the_gain() -> None:
     assert unknown.metrics.gain is None
 
 
-def test_a_few_tokens_tell_no_gain() -> None:
-    """What the first rounds take, with nothing in the caches, would be told as a loss."""
+def test_no_gain_is_reported_for_a_few_tokens() -> None:
+    """The first rounds are slow because caches are cold, and would be reported as a loss."""
     params = SamplingParams(temperature=0.7, max_tokens=MIN_GAIN_TOKENS // 2, seed=3, ignore_eos=True)
     llm = started(f"model:{SMALL}")
     (answer,) = llm.generate(PROMPTS[0], params)
@@ -298,11 +298,13 @@ def test_a_few_tokens_tell_no_gain() -> None:
     [
         ("{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}Answer:", True),
         ("{{ raise_exception('no') }}", False),
-        ("{{ 'word ' * 200 }}{{ messages[0].content }}", False),  # longer than a calibration has time for
+        ("{{ 'word ' * 200 }}{{ messages[0].content }}", False),  # too long for a calibration
         (None, False),
     ],
 )
-def test_a_model_with_a_chat_template_is_asked_questions(tmp_path: Path, template: str | None, asks: bool) -> None:
+def test_a_model_with_a_chat_template_is_calibrated_on_questions(
+    tmp_path: Path, template: str | None, asks: bool
+) -> None:
     folder = tmp_path / "chat"
     shutil.copytree(TARGET, folder)
     if template is not None:

@@ -1,7 +1,7 @@
-"""Leaving costs what the one who leaves holds, however many others there are: among many as much as among few.
+"""Cancelling a request takes the same work however many other requests there are.
 
-The cost is counted in lines of Python that run, so that it is the same on every machine. A search through sequences
-counts too, one line for each that is looked at, since they are compared by a function in Python here.
+Work is counted in lines of Python that run, so that it is the same on every machine. A search through sequences counts,
+too, one line per sequence, since they are compared by a function in Python here.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
 
 FEW, MANY = 50, 1000
-MOST = 1.5  # times as many lines for each that leaves: a search would take twenty times as many
+MOST = 1.5  # times as many lines per cancelled request: a search would take twenty times as many
 PATIENCE_S = 300.0
 ENDLESS = SamplingParams(max_tokens=None, ignore_eos=True, seed=0)
 PLACES = (str(Path(forerun.__file__).parent), __file__)
@@ -71,8 +71,10 @@ def counted(lines: Lines) -> Iterator[None]:
         lines.on = False
 
 
-def test_an_event_loop_lets_go_of_many_at_once(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some are running, most wait: tasks that are cancelled in the midst of a round are all out before the next."""
+def test_cancelling_many_requests_takes_the_same_work_per_request_as_cancelling_few(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some run, most wait: tasks that are cancelled during a round are all removed before the next one."""
     rounds, held, go_on, honest = [], threading.Event(), threading.Event(), Engine.step
 
     def step(engine: Engine) -> object:
@@ -100,7 +102,7 @@ def test_an_event_loop_lets_go_of_many_at_once(lines: Lines, monkeypatch: pytest
                 while llm.engine.has_work:
                     await asyncio.sleep(0.001)
             go_on.clear()
-            assert not any(rounds), "a round was made with some of those who had left"
+            assert not any(rounds), "a round contained cancelled requests"
             return lines.count / number
 
     monkeypatch.setattr(Engine, "step", step)

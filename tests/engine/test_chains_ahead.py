@@ -1,4 +1,4 @@
-"""Chains that a device begins before the host knows the verdict: those of the next round where it asks for them."""
+"""Chains that a device drafts before the host knows the verdict: the next round uses them if it requests them."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ STEADY = SamplingParams(temperature=1, seed=1, max_tokens=60, ignore_eos=True)
 
 
 def drafts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: Sequence[SamplingParams]) -> list[list[list[int]]]:
-    """The tokens of all trees that are drafted for these prompts, round by round."""
+    """The tokens of all trees drafted for these prompts, round by round."""
     draw, found = ChainGraph.draw, list[list[list[int]]]()
 
     def noted(graph: ChainGraph, *args: object, **options: object) -> Chains | None:
@@ -42,8 +42,10 @@ def drafts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: Sequence[Sampli
 
 @pytest.mark.short("eagle", "mtp-of-3")
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_chains_that_are_begun_are_those_that_are_drawn_later(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guess by guess, at any temperature, for one sequence and for several that accept as much as they like."""
+def test_chains_drafted_ahead_are_those_that_would_be_drafted_later(
+    draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token, at any temperature, for one sequence and for several with different accepted lengths."""
     imagine_captures(monkeypatch)
     params = [SamplingParams(temperature=i / 2, seed=i, max_tokens=40, ignore_eos=True) for i in range(len(PROMPTS))]
     llm = make(TARGET, spelled(draft), speculation=4)
@@ -58,8 +60,8 @@ def test_chains_that_are_begun_are_those_that_are_drawn_later(draft: str, monkey
 
 @pytest.mark.short("eagle-1", "mtp")
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_a_steady_round_finds_its_chains_begun(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but those behind the prompt; none are made twice."""
+def test_a_steady_round_uses_chains_drafted_ahead(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those after the prompt; none are drafted twice."""
     found, runs = taken(monkeypatch, ChainsAhead), list[int]()
     llm = make(TARGET, spelled(draft), speculation=3)
     run = ChainGraph.run
@@ -75,7 +77,9 @@ def test_a_steady_round_finds_its_chains_begun(draft: str, monkeypatch: pytest.M
 
 @pytest.mark.short("eagle")
 @pytest.mark.parametrize("draft", ["eagle", "mtp-of-3"])
-def test_an_answer_that_ends_leaves_the_chains_to_the_others(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_drafted_ahead_are_used_by_the_others_when_an_answer_ends(
+    draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     imagine_captures(monkeypatch)
     found = taken(monkeypatch, ChainsAhead)
     params = [
@@ -92,10 +96,10 @@ def test_an_answer_that_ends_leaves_the_chains_to_the_others(draft: str, monkeyp
 @pytest.mark.short("3-eagle")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("speculation", [3, True])
-def test_answers_that_come_and_go_are_those_of_sequences_alone(
+def test_answers_of_requests_that_begin_and_end_at_random_are_those_of_sequences_alone(
     draft: str, speculation: int | bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where sequences end early, are cancelled, begin, and are preempted."""
+    """With sequences that end early, are cancelled, begin, and are preempted."""
     monkeypatch.setattr(chain_graph, "CHAINS_PAUSE", 1)
     imagine_captures(monkeypatch)
     found, rng = taken(monkeypatch, ChainsAhead), random.Random(7)

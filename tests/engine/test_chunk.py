@@ -1,4 +1,4 @@
-"""The size of chunks follows what passes take, and changes no answer."""
+"""The size of prefill chunks follows the time of passes, and changes no answer."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from kit.checkpoints import TARGET
 
 
 def played(chunk: ChunkSize, start_s: float, token_s: float, count: int = 60) -> list[int]:
-    """The sizes of so many passes over a long prompt that take so long for themselves and for each token."""
+    """The chunk sizes of `count` passes over a long prompt, each of which takes `start_s` and `token_s` per token."""
     sizes = []
     for _ in range(count):
         sizes.append(chunk.tokens)
@@ -20,18 +20,18 @@ def played(chunk: ChunkSize, start_s: float, token_s: float, count: int = 60) ->
 
 
 @pytest.mark.parametrize(("start_s", "token_s", "fits"), [(0.03, 0.001, 70), (0.0, 0.001, 100), (0.05, 0.0005, 100)])
-def test_a_pass_comes_to_take_as_long_as_it_may(start_s: float, token_s: float, fits: int) -> None:
+def test_the_chunk_size_converges_to_the_time_limit(start_s: float, token_s: float, fits: int) -> None:
     assert played(ChunkSize(64, limit_s=0.1), start_s, token_s)[-1] == pytest.approx(fits, abs=1)
 
 
-def test_it_stays_within_its_bounds_and_comes_back() -> None:
+def test_the_chunk_size_stays_within_its_bounds_and_recovers() -> None:
     chunk = ChunkSize(64, limit_s=0.1)
     assert played(chunk, 0.05, 0.0)[-1] == MAX_CHUNK_TOKENS
     assert played(chunk, 9.0, 0.0)[-1] == SHORT_PROMPT_TOKENS
     assert played(chunk, 0.05, 0.0)[-1] == MAX_CHUNK_TOKENS
 
 
-def test_small_passes_and_decoding_say_nothing_unless_they_take_too_long() -> None:
+def test_small_passes_and_decoding_change_the_size_only_if_too_slow() -> None:
     chunk, small = ChunkSize(100, limit_s=0.1), Outcome([], 10, 0.0, 0.01, 0.0)
     chunk.record(small)
     chunk.record(replace(small, num_prompt_tokens=0, pass_s=9.0))
@@ -42,8 +42,8 @@ def test_small_passes_and_decoding_say_nothing_unless_they_take_too_long() -> No
     assert chunk.tokens == round(50 * MAX_CHANGE)
 
 
-def test_rows_that_are_decoded_beside_take_their_part() -> None:
-    """Half of the pass is theirs: the prompts' half may take as long as a pass of its own, whatever drafting takes."""
+def test_time_of_rows_decoded_in_the_same_pass_is_not_charged_to_the_chunk() -> None:
+    """The time of decoded rows and of drafting is not charged to the chunk."""
     rows = [RowOutcome(row, 1, 1, 0, 1) for row in range(25)]
     chunk = ChunkSize(100, limit_s=0.1)
     chunk.record(Outcome(rows[:1], 100, 9.0, 0.1 * 102 / 100, 0.0))
@@ -52,11 +52,11 @@ def test_rows_that_are_decoded_beside_take_their_part() -> None:
     assert chunk.tokens == 50
 
 
-def test_a_size_that_was_given_stays() -> None:
+def test_a_chunk_size_set_by_the_user_stays() -> None:
     assert set(played(ChunkSize(100), 9.0, 1.0)) == {100}
 
 
-def test_with_auto_answers_are_the_same_and_nothing_of_the_measurement_is_left() -> None:
+def test_auto_chunk_size_changes_no_answer_and_its_measurement_leaves_no_state() -> None:
     prompts, params = [[1, *range(5, 205)], [1, 7], [1, *range(9, 90)]], SamplingParams(temperature=1.0, seed=1)
     llm = LLM(str(TARGET), dtype="float32", chunk_tokens="auto")
     assert llm.engine.runner.cache.num_rows == 0

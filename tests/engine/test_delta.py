@@ -1,4 +1,4 @@
-"""Runs become deltas: every token, and every piece of text, knows who said it."""
+"""Accepted runs become deltas: every token, and every piece of text, has its origin."""
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ def sequence(params: SamplingParams, max_length: int = 99) -> Sequence:
 
 
 def commit(text: Sequence, run: Accepted, logits: torch.Tensor) -> Delta:
-    """A round's end: what the run adds, given to its sequence."""
+    """The end of a round: the run's delta, after its tokens were added to the sequence."""
     delta = text.delta(run, logits)
     text.extend(len(text.tokens), delta.token_ids, delta.origins)
     return delta
 
 
 D, T, R, B = Origin.DRAFTED, Origin.TARGET, Origin.RECOVERED, Origin.BONUS
-# tokens, parents of the tree's nodes -> who said them
+# tokens, parents of the tree's nodes -> origins of the tokens
 RUNS = [
     ([407], [-1], [T]),
     ([407], [-1, 0, 1, 2], [R]),
@@ -46,12 +46,12 @@ def run_of(parents: list[int], nodes: list[int], tokens: list[int]) -> Accepted:
 
 
 @pytest.mark.parametrize(("tokens", "parents", "origins"), RUNS)
-def test_every_token_knows_who_said_it(tokens: list[int], parents: list[int], origins: list[Origin]) -> None:
+def test_every_token_has_its_origin(tokens: list[int], parents: list[int], origins: list[Origin]) -> None:
     assert run_of(parents, list(range(len(tokens))), tokens).origins == origins
 
 
-def test_text_carries_the_origin_of_its_own_token_when_it_comes_late() -> None:
-    """Held back as the beginning of a stop string, and let go a round later."""
+def test_text_that_was_held_back_has_the_origin_of_its_own_token() -> None:
+    """The text is held back as the beginning of a stop string, and released a round later."""
     text = sequence(SamplingParams(stop=[" upon us"]))
     logits = torch.zeros(3, 512)
     first = commit(text, run_of([-1], [0], [407]), logits)  # " upon"

@@ -1,4 +1,4 @@
-"""Any number of threads use one engine: each is answered as if alone, and none waits for another's reader."""
+"""Any number of threads use one engine: each gets the plain answers, and none waits for another's reader."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from forerun.errors import EngineClosed, RequestFailed
 from forerun.llm import LLM
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
-from kit.engines import PATIENCE_S, alone, params_with
+from kit.engines import PATIENCE_S, params_with, plain_answer
 from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
@@ -29,13 +29,13 @@ def shared() -> LLM:
 
 
 @cache
-def said_alone(i: int) -> tuple[int, ...]:
-    (sample,) = alone(i)["samples"]  # type: ignore[misc]
+def plain_tokens(i: int) -> tuple[int, ...]:
+    (sample,) = plain_answer(i)["samples"]  # type: ignore[misc]
     return tuple(sample[1])
 
 
 def together(*works: Callable[[], object]) -> list[object]:
-    """What each work gives, all of them at once in threads of their own; the first error, if there is one."""
+    """Run functions concurrently, each in a thread; their results. Raises the first error, if any."""
     found: list[object] = [None] * len(works)
 
     def run(i: int) -> None:
@@ -61,41 +61,41 @@ def tokens_of(deltas: Sequence[Delta]) -> tuple[int, ...]:
     return tuple(token for delta in deltas for token in delta.token_ids)
 
 
-def test_answers_and_streams_from_many_threads_at_once() -> None:
-    """More than the batch holds; batches, streams, some of them slow readers, and an event loop."""
+def test_concurrent_answers_and_streams_of_many_threads_are_those_of_plain_decoding() -> None:
+    """More requests than fit into a batch: batches, streams, some with slow readers, and an event loop."""
     llm = shared()
 
     def answers(i: int) -> None:
         found = llm.generate([PROMPTS[(i + k) % 5] for k in range(3)], [params_with(i + k) for k in range(3)])
-        assert [exact_parts(each) for each in found] == [alone(i + k) for k in range(3)]
+        assert [exact_parts(each) for each in found] == [plain_answer(i + k) for k in range(3)]
 
     def stream(i: int) -> None:
         deltas = []
         for delta in llm.stream(PROMPTS[i % 5], params_with(i)):
             time.sleep(0.002 * (i % 3))
             deltas.append(delta)
-        assert tokens_of(deltas) == said_alone(i)
+        assert tokens_of(deltas) == plain_tokens(i)
 
     async def loop() -> None:
         async with AsyncLLM(llm) as front:
             found = await asyncio.gather(*(front.generate(PROMPTS[i % 5], params_with(i)) for i in range(6)))
-            assert [exact_parts(each) for each in found] == [alone(i) for i in range(6)]
+            assert [exact_parts(each) for each in found] == [plain_answer(i) for i in range(6)]
 
     for i in range(9):
-        alone(i)
+        plain_answer(i)
     works = [lambda i=i: (stream if i % 2 else answers)(i) for i in range(7)]  # type: ignore[misc]
     together(*works, lambda: asyncio.run(loop()))
     assert_empty(llm)
 
 
-def test_a_request_that_cannot_be_queued_fails_by_name_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reader is told, at both front doors, and holds no place; the others are answered."""
+def test_a_request_that_cannot_be_queued_fails_alone_with_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader gets the error, in threads and in an event loop, and the others are answered."""
     llm = LLM(str(TARGET), dtype="float32", max_num_seqs=5)
     queue = llm.engine.scheduler.submit
 
     def fails_for_two_samples(sequence: Queued) -> None:
         if sequence.params.n == 2 and sequence.sample == 1:
-            raise MemoryError("no memory for a place in the queue")
+            raise MemoryError("no memory to extend the queue")
         queue(sequence)
 
     monkeypatch.setattr(llm.engine.scheduler, "submit", fails_for_two_samples)
@@ -105,7 +105,7 @@ def test_a_request_that_cannot_be_queued_fails_by_name_and_alone(monkeypatch: py
             llm.generate(PROMPTS[0], params_with(3, n=2))
 
     def lucky() -> None:
-        assert exact_parts(llm.generate(PROMPTS[1], params_with(1))[0]) == alone(1)
+        assert exact_parts(llm.generate(PROMPTS[1], params_with(1))[0]) == plain_answer(1)
 
     async def both() -> None:
         async with AsyncLLM(llm) as front:
@@ -116,17 +116,17 @@ def test_a_request_that_cannot_be_queued_fails_by_name_and_alone(monkeypatch: py
             )
             assert isinstance(bad, RequestFailed)
             assert not isinstance(good, BaseException)
-            assert exact_parts(good) == alone(2)
+            assert exact_parts(good) == plain_answer(2)
 
     for i in (1, 2):
-        alone(i)
+        plain_answer(i)
     together(unlucky, lucky)
     together(lambda: asyncio.run(asyncio.wait_for(both(), PATIENCE_S)))
     assert_empty(llm)
 
 
-def test_a_stream_that_nobody_reads_blocks_nobody() -> None:
-    """Nor does a thread that opened it and went away; what it missed is there when another thread reads on."""
+def test_an_unread_stream_does_not_block_other_requests() -> None:
+    """Also after the thread that opened it has ended; another thread can read on later without loss."""
     llm, opened = shared(), []
 
     def open_one() -> None:
@@ -135,19 +135,19 @@ def test_a_stream_that_nobody_reads_blocks_nobody() -> None:
 
     together(open_one)
     found = together(*(lambda i=i: exact_parts(llm.generate(PROMPTS[i % 5], params_with(i))[0]) for i in range(4)))  # type: ignore[misc]
-    assert found == [alone(i) for i in range(4)]
+    assert found == [plain_answer(i) for i in range(4)]
     ((stream, deltas),) = opened
-    assert tokens_of([*deltas, *stream]) == said_alone(1)
+    assert tokens_of([*deltas, *stream]) == plain_tokens(1)
     assert_empty(llm)
 
 
-def test_a_stream_may_be_closed_anywhere_even_by_the_garbage_collector() -> None:
-    """In another thread, in the middle of a round, and in the middle of a round of the same thread."""
+def test_a_stream_may_be_closed_in_any_thread_and_by_the_garbage_collector() -> None:
+    """In another thread during a round, and during a round of the same thread."""
     llm = shared()
     closed: list[str] = []
 
     class Holder:
-        """Keeps a stream in a cycle, which only the collector breaks up."""
+        """Holds a stream in a reference cycle, which only the garbage collector frees."""
 
         def __init__(self) -> None:
             self.me, self.stream = self, llm.stream(PROMPTS[0], params_with(0, max_tokens=None, ignore_eos=True))
@@ -161,15 +161,15 @@ def test_a_stream_may_be_closed_anywhere_even_by_the_garbage_collector() -> None
             gc.collect()
         return logits
 
-    Holder()  # to be collected within a round of this thread
+    Holder()  # collected during a round of this thread
     found = llm.generate(PROMPTS[2], params_with(2, logits_processors=[collecting], max_tokens=6))
-    assert found[0].outputs[0].token_ids == said_alone(2)[:6]
+    assert found[0].outputs[0].token_ids == plain_tokens(2)[:6]
     assert closed
     assert_empty(llm)
 
     def busy() -> None:
         for i in range(3):
-            assert exact_parts(llm.generate(PROMPTS[i], params_with(i))[0]) == alone(i)
+            assert exact_parts(llm.generate(PROMPTS[i], params_with(i))[0]) == plain_answer(i)
 
     def closing() -> None:
         for _ in range(2):
@@ -183,8 +183,8 @@ def test_a_stream_may_be_closed_anywhere_even_by_the_garbage_collector() -> None
     assert_empty(llm)
 
 
-def test_a_driver_that_cannot_go_on_leaves_the_seat_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that ends a step reaches the thread that steps, and the others go on."""
+def test_after_an_error_in_a_step_another_thread_drives_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a step is raised in the thread that steps, and other threads continue."""
     llm, honest, raised = shared(), Engine.step, []
 
     def step(engine: Engine) -> list[Delta]:
@@ -199,21 +199,21 @@ def test_a_driver_that_cannot_go_on_leaves_the_seat_to_the_next(monkeypatch: pyt
         threading.current_thread().name = "unlucky"
         while not raised:
             try:
-                assert exact_parts(llm.generate(PROMPTS[0], params_with(0))[0]) == alone(0)
+                assert exact_parts(llm.generate(PROMPTS[0], params_with(0))[0]) == plain_answer(0)
             except ConnectionError:
                 return
 
     def lucky() -> None:
         while not raised:
-            assert exact_parts(llm.generate(PROMPTS[1], params_with(1))[0]) == alone(1)
-        assert exact_parts(llm.generate(PROMPTS[2], params_with(2))[0]) == alone(2)
+            assert exact_parts(llm.generate(PROMPTS[1], params_with(1))[0]) == plain_answer(1)
+        assert exact_parts(llm.generate(PROMPTS[2], params_with(2))[0]) == plain_answer(2)
 
     together(unlucky, lucky)
     assert raised
     assert_empty(llm)
 
 
-def test_cancelling_a_request_behind_its_readers_back_ends_the_stream() -> None:
+def test_cancelling_a_request_in_the_engine_ends_its_stream() -> None:
     llm = shared()
     stream = llm.stream(PROMPTS[0], params_with(0, max_tokens=None, ignore_eos=True))
     next(stream)
@@ -223,8 +223,8 @@ def test_cancelling_a_request_behind_its_readers_back_ends_the_stream() -> None:
     assert_empty(llm)
 
 
-def test_closing_an_llm_tells_all_who_wait_in_whichever_thread() -> None:
-    """After the round under way; readers in threads and in an event loop alike, and all who come later."""
+def test_closing_an_llm_raises_engine_closed_in_all_waiting_readers() -> None:
+    """After the current round; readers in threads and in an event loop, and all later requests."""
     llm, begun = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=5), threading.Barrier(4)
 
     def slow(tokens: Sequence[int], logits: Tensor) -> Tensor:

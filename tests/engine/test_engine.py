@@ -1,4 +1,4 @@
-"""Rows join, leave and give way between rounds; guesses take only what is left over."""
+"""Sequences join, leave and are preempted between rounds; drafts take only the cache that is left over."""
 
 import random
 from collections.abc import Sequence as Seq
@@ -38,8 +38,8 @@ def requests() -> RequestChecker:
     return RequestChecker(None, 512, LONGEST, eos_ids=(2,), default=Speculation(4))
 
 
-def some(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of 1 to 40 random tokens, and how to go on."""
+def random_requests(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of 1 to 40 random tokens, with sampling parameters."""
     rng = random.Random(seed)
     prompts = [[1, *(rng.randrange(3, 512) for _ in range(rng.randrange(40)))] for _ in range(count)]
     return [
@@ -56,7 +56,7 @@ def finish(engine: Engine, texts: Seq[Sequence]) -> list[list[int]]:
     return [sequence.tokens for sequence in texts]
 
 
-def taught(asked: Seq[tuple[list[int], SamplingParams]]) -> tuple[Oracle, list[list[int]]]:
+def oracle_for(asked: Seq[tuple[list[int], SamplingParams]]) -> tuple[Oracle, list[list[int]]]:
     """The answers of plain decoding one by one, and an oracle that knows them."""
     oracle, answers, maker = Oracle(errs=lambda place: place % 6 == 5), [], requests()
     for prompt, params in asked:
@@ -66,20 +66,22 @@ def taught(asked: Seq[tuple[list[int], SamplingParams]]) -> tuple[Oracle, list[l
     return oracle, answers
 
 
-WISHES = (Speculation(4), Speculation(3, 3, 8), Speculation(7), Speculation(0), Speculation(5, 2, 9))
+SPECULATIONS = (Speculation(4), Speculation(3, 3, 8), Speculation(7), Speculation(0), Speculation(5, 2, 9))
 
 
 @pytest.mark.short("2")
 @pytest.mark.parametrize("seed", range(4))
-def test_guesses_take_what_is_left_over(seed: int) -> None:
-    """In caches from hardly enough to ample: never out of blocks, and the same answers."""
-    rng, asked = random.Random(seed), some(6, seed)
-    oracle, answers = taught(asked)
+def test_drafts_take_the_cache_that_is_left_over_and_change_no_answer(seed: int) -> None:
+    """In caches from hardly sufficient to ample: the cache never runs out of blocks, and answers are the same."""
+    rng, asked = random.Random(seed), random_requests(6, seed)
+    oracle, answers = oracle_for(asked)
     num_drafted = []
     for num_tokens in (LONGEST, LONGEST + rng.randint(8, 60), 900):
         engine = engine_of(num_tokens, oracle, block_size=rng.choice([2, 8]), max_num_seqs=4, chunk_tokens=17)
         maker = requests()
-        texts = [s for i, (p, q) in enumerate(asked) for s in maker.sequences(Request.of(p, q, WISHES[(i + seed) % 5]))]
+        texts = [
+            s for i, (p, q) in enumerate(asked) for s in maker.sequences(Request.of(p, q, SPECULATIONS[(i + seed) % 5]))
+        ]
         assert finish(engine, texts) == answers
         assert engine.runner.cache.num_rows == 0
         engine.runner.cache.check()
@@ -91,51 +93,56 @@ def test_guesses_take_what_is_left_over(seed: int) -> None:
 @pytest.mark.parametrize("block_size", [8, 64])
 @pytest.mark.parametrize("num_prompt", [3, 52])
 def test_a_cache_planned_for_a_full_batch_drafts_in_a_full_batch(block_size: int, num_prompt: int) -> None:
-    """No one waits, and every round drafts as deep as was wished: guesses lie in what the rows hold anyway."""
+    """No request waits, and every round drafts to the requested depth, in blocks that the rows hold anyway."""
     params = SamplingParams(temperature=0, max_tokens=LONGEST - num_prompt, ignore_eos=True)
     asked = [([1, *range(300 + i, 299 + i + num_prompt)], params) for i in range(8)]
-    (oracle, answers), maker = taught(asked), requests()
+    (oracle, answers), maker = oracle_for(asked), requests()
     engine = engine_of(8 * LONGEST, oracle, block_size=block_size, max_num_seqs=8, chunk_tokens=512)
     engine.controller = watched = Watched()
     assert finish(engine, [s for p, q in asked for s in maker.sequences(Request.of(p, q, Speculation(4)))]) == answers
-    assert len(watched.wished[0]) == 8, "some had to wait"
-    assert watched.given == watched.wished
+    assert len(watched.requested[0]) == 8, "some had to wait"
+    assert watched.granted == watched.requested
 
 
 class Watched(FixedDepth):
-    """Writes down how deep was wished and given."""
+    """Records the requested and the granted depths of every round."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wished: list[list[int]] = []
-        self.given: list[list[int]] = []
+        self.requested: list[list[int]] = []
+        self.granted: list[list[int]] = []
 
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Seq[Budget]:
         found = super().budgets(load, outlook, spare)
-        self.wished.append([min(wish.depth, room) for wish, room in zip(load.speculations, load.rooms, strict=True)])
-        self.given.append([budget.depth for budget in found])
+        self.requested.append(
+            [min(speculation.depth, room) for speculation, room in zip(load.speculations, load.rooms, strict=True)]
+        )
+        self.granted.append([budget.depth for budget in found])
         return found
 
 
-def test_a_full_cache_has_no_room_for_guesses_but_goes_on() -> None:
+def test_with_a_full_cache_nothing_is_drafted_and_decoding_goes_on() -> None:
     asked = [([1, *range(300, 340)], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))]
-    oracle, answers = taught(asked)
+    oracle, answers = oracle_for(asked)
     engine = engine_of(LONGEST, oracle, block_size=4)
     engine.controller = watched = Watched()
     assert finish(engine, requests().sequences(Request.of(*asked[0], Speculation(7, 2, 12)))) == answers
-    refused = [given == [0] and wished != [0] for given, wished in zip(watched.given, watched.wished, strict=True)]
-    assert [7] in watched.given
-    assert any(refused), "it never got tight"
+    refused = [
+        granted == [0] and requested != [0]
+        for granted, requested in zip(watched.granted, watched.requested, strict=True)
+    ]
+    assert [7] in watched.granted
+    assert any(refused), "the cache was never full"
 
 
 def test_counters_add_up() -> None:
-    asked = some(5, 8)
-    oracle, answers = taught(asked)
+    asked = random_requests(5, 8)
+    oracle, answers = oracle_for(asked)
     engine, maker = engine_of(900, oracle, max_num_seqs=3), requests()
-    finish(engine, [s for i, (p, q) in enumerate(asked) for s in maker.sequences(Request.of(p, q, WISHES[i]))])
+    finish(engine, [s for i, (p, q) in enumerate(asked) for s in maker.sequences(Request.of(p, q, SPECULATIONS[i]))])
     stats = engine.stats
-    said = sum(len(answer) - len(prompt) for answer, (prompt, _) in zip(answers, asked, strict=True))
-    assert stats.num_emitted == said <= stats.num_accepted + stats.num_rounds
+    num_emitted = sum(len(answer) - len(prompt) for answer, (prompt, _) in zip(answers, asked, strict=True))
+    assert stats.num_emitted == num_emitted <= stats.num_accepted + stats.num_rounds
     assert stats.num_prompt_tokens == sum(len(prompt) - 1 for prompt, _ in asked)
     assert stats.num_accepted == sum(stats.accepted_at_depth)
     assert stats.num_drafted >= sum(stats.offered_at_depth) >= stats.num_accepted > 0

@@ -1,7 +1,7 @@
 """Whatever raises in a round, and wherever: answers are those of plain decoding, or end with a named error.
 
-A drafter that fails is done without; a request with which rounds fail ends; the others do not notice. Nobody waits for
-ever: every wait here has a limit.
+A drafter that fails repeatedly is disabled; a request with which rounds fail ends; other requests are not affected. No
+request waits for ever: every wait here has a limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
-from kit.engines import PATIENCE_S, alone, params_with, plain
+from kit.engines import PATIENCE_S, params_with, plain, plain_answer
 from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
@@ -41,7 +41,7 @@ NUM = 6
 
 
 class Sabotage(Exception):
-    """What is raised on purpose."""
+    """The error that tests raise on purpose."""
 
 
 When = Callable[[int], bool]
@@ -49,13 +49,13 @@ ONCE: When = lambda call: call == 4  # noqa: E731
 NOW_AND_THEN: When = lambda call: call % 5 == 4  # noqa: E731
 ALWAYS: When = lambda call: True  # noqa: E731
 ENDS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), StopIteration(), BaseException()]
-OWN = [Sabotage("mine"), StopAsyncIteration(), *ENDS]
+PROCESSOR_ERRORS = [Sabotage("mine"), StopAsyncIteration(), *ENDS]
 TIMES = {"once": ONCE, "now and then": NOW_AND_THEN, "always": ALWAYS}
 
 
 @dataclass
 class Fault:
-    """Raises in some of its calls."""
+    """A callable that raises in the calls that `when` selects."""
 
     when: When
     error: BaseException = field(default_factory=lambda: Sabotage("on purpose"))
@@ -68,7 +68,7 @@ class Fault:
             raise self.error
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, after the chance of raising."""
+        """A function that may raise before it calls `call`."""
 
         def faulty(*args: Any, **kwargs: Any) -> Any:
             self()
@@ -77,7 +77,7 @@ class Fault:
         return faulty
 
     def after(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, its work done when it raises."""
+        """A function that may raise after it called `call`."""
 
         def faulty(*args: Any, **kwargs: Any) -> Any:
             result = call(*args, **kwargs)
@@ -91,13 +91,13 @@ Answers = list[RequestOutput | BaseException]
 
 
 async def side_by_side(front: AsyncLLM, params: Sequence[SamplingParams]) -> Answers:
-    """What becomes of the requests in an event loop."""
+    """The answers or errors of concurrent requests in an event loop."""
     asked = [front.generate(PROMPTS[i % 5], each) for i, each in enumerate(params)]
     return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
 
 
 def answers(llm: LLM, params: Sequence[SamplingParams] = tuple(map(params_with, range(NUM)))) -> Answers:
-    """What becomes of them in a loop of their own."""
+    """The answers or errors of concurrent requests, in a new event loop."""
 
     async def main() -> Answers:
         async with AsyncLLM(llm) as front:
@@ -107,13 +107,13 @@ def answers(llm: LLM, params: Sequence[SamplingParams] = tuple(map(params_with, 
 
 
 def assert_plain(found: Sequence[RequestOutput | BaseException]) -> None:
-    for answer, expected in zip(found, map(alone, range(NUM)), strict=True):
+    for answer, expected in zip(found, map(plain_answer, range(NUM)), strict=True):
         assert isinstance(answer, RequestOutput), repr(answer)
         assert exact_parts(answer) == expected
 
 
 def break_(llm: LLM, where: str, fault: Fault, monkeypatch: pytest.MonkeyPatch, late: bool = True) -> None:
-    """Have a step of the round, its drafter or its controller raise, before its work or after."""
+    """Let a step of the round, its drafter or its controller raise, before or after its work."""
     owner: Any = llm.engine
     *parts, name = where.split(".")
     for part in parts:
@@ -141,10 +141,10 @@ CONTROLLING = [f"controller.{name}" for name in ("budgets", "admit", "record")]
     ("draft", "where"),
     [*((None, where) for where in ROUND if where != "draft"), *((f"model:{SMALL}", w) for w in ROUND + CONTROLLING)],
 )
-def test_a_round_that_fails_once_is_as_if_it_had_not_been(
+def test_a_round_that_fails_once_changes_no_answer(
     draft: str | None, where: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Be it before anything was computed or when everything was, to the bit of every log-probability."""
+    """Whether it fails before or after its computation, answers and log-probabilities are equal to the bit."""
     fault = Fault(lambda call: call == (4 if where in CONTROLLING else 9))
     llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4, speculation=4)
     break_(llm, where, fault, monkeypatch, late)
@@ -160,10 +160,10 @@ def test_a_round_that_fails_once_is_as_if_it_had_not_been(
 @pytest.mark.parametrize("error", [Sabotage("on purpose"), *ENDS], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("when", TIMES)
 @pytest.mark.parametrize("where", DRAFTING)
-def test_a_drafter_that_fails_costs_nobody_a_token(
+def test_a_failing_drafter_changes_no_answer_and_is_disabled(
     where: str, when: str, error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that goes on failing is done without, which is said; so is one that cannot forget."""
+    """A drafter that goes on failing is disabled with a warning; so is one that cannot forget."""
     fault = Fault(TIMES[when], error)
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, speculation=4)
     break_(llm, where, fault, monkeypatch)
@@ -173,14 +173,14 @@ def test_a_drafter_that_fails_costs_nobody_a_token(
     assert dismissed == (cannot_forget or fault.num_raised == STRIKES)
     assert 0 < fault.num_raised <= (1 if cannot_forget else STRIKES)
     assert dismissed or when == "once"
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("forerun")]
-    assert len(said) == fault.num_raised
-    assert all("the drafter ngram" in line or "The drafter ngram" in line for line in said)
-    assert dismissed == ("switched off" in said[-1])
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("forerun")]
+    assert len(messages) == fault.num_raised
+    assert all("the drafter ngram" in line or "The drafter ngram" in line for line in messages)
+    assert dismissed == ("switched off" in messages[-1])
     assert_empty(llm)
 
 
-def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(
+def test_a_named_error_of_a_drafter_disables_it_at_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, speculation=4)
@@ -192,7 +192,7 @@ def test_an_error_that_says_what_is_wrong_ends_drafting_at_once(
 
 
 @pytest.mark.parametrize("where", CONTROLLING)
-def test_a_controller_that_always_fails_costs_nobody_a_token(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_always_fails_changes_no_answer(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault(ALWAYS)
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4, controller=FixedDepth())
     break_(llm, where, fault, monkeypatch, late=False)
@@ -202,7 +202,7 @@ def test_a_controller_that_always_fails_costs_nobody_a_token(where: str, monkeyp
 
 
 def breaks_on(runner: Runner, culprit: Callable[[Read], bool]) -> Callable[..., Outputs]:
-    """The runner's read, which raises where a certain one is among those that are to be read."""
+    """A runner's `read` that raises if `culprit` holds for one of its reads."""
     honest = runner.read
 
     def read(reads: Sequence[Read], *args: Any, **kwargs: Any) -> Outputs:
@@ -214,23 +214,23 @@ def breaks_on(runner: Runner, culprit: Callable[[Read], bool]) -> Callable[..., 
 
 
 @pytest.mark.parametrize("draft", [None, "ngram", f"model:{SMALL}"])
-def test_the_request_that_breaks_rounds_is_found_and_ends_alone(
+def test_the_request_that_breaks_rounds_is_found_and_fails_alone(
     draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its data, of which the engine knows nothing: one text holds a token at which passes fail."""
+    """Passes fail that read a certain token, which is in one request's prompt."""
     llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
     bad = llm.tokenizer.encode(PROMPTS[2])[-1]
-    others = [i for i in range(NUM) if bad not in alone(i)["samples"][0][1]]  # type: ignore[index]
+    others = [i for i in range(NUM) if bad not in plain_answer(i)["samples"][0][1]]  # type: ignore[index]
     others = [i for i in others if bad not in llm.tokenizer.encode(PROMPTS[i % 5])]
     assert 2 not in others
     assert len(others) > 2
-    breaking = breaks_on(llm.engine.runner, lambda read: bad in read.tokens)  # in a prompt, an answer or a guess
+    breaking = breaks_on(llm.engine.runner, lambda read: bad in read.tokens)  # in a prompt, an answer or a draft
     monkeypatch.setattr(llm.engine.runner, "read", breaking)
     found = answers(llm)
     for i in others:
         answer = found[i]
         assert isinstance(answer, RequestOutput), repr(answer)
-        assert exact_parts(answer) == alone(i)
+        assert exact_parts(answer) == plain_answer(i)
     failed = found[2]
     assert isinstance(failed, RoundFailed)
     assert isinstance(failed.__cause__, Sabotage)
@@ -253,10 +253,10 @@ LOGITS = {"NaN": torch.nan, "nothing": -torch.inf}
     ("draft", "verification"),
     [(None, "coupled"), *((f"model:{SMALL}", rule) for rule in ("coupled", "token", "block"))],
 )
-def test_a_model_without_a_law_for_one_sequence_ends_that_request_alone(
+def test_a_request_whose_logits_are_invalid_fails_alone(
     draft: str | None, verification: Verification, law: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though keys that are NaN reach every row beside them, masked or not, and a round names the first it meets."""
+    """Although NaN keys reach every row in the batch, masked or not, and a round names the first bad row it finds."""
     options: dict[str, Any] = {"kernels": "torch", "max_model_len": 96, "verification": verification}
     llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4, **options)
     params, other = (SamplingParams(**{"max_tokens": 20, "seed": i, "ignore_eos": True} | law) for i in (4, 9))
@@ -265,13 +265,14 @@ def test_a_model_without_a_law_for_one_sequence_ends_that_request_alone(
 
     def poisoned(self: Runner, reads: Sequence[Read], *others: Any, **named: Any) -> Outputs:
         late = [s.id for s in llm.engine.sequences.values() if s.request_id in broken and s.num_output >= NUM_GOOD]
-        sick = [own.seq_id for own in reads if own.seq_id in late and self is llm.engine.runner]
+        sick = [each.seq_id for each in reads if each.seq_id in late and self is llm.engine.runner]
         for seq_id in sick:
             run, size = cache.blocks.run(seq_id), cache.blocks.block_size
             for tensor in (cache.keys, cache.values):
                 tensor[:, :, run.start * size : run.end * size] = LOGITS[kind]
         states = read(self, reads, *others, **named)
-        rows = [row for row, own in enumerate(each for each in reads for _ in each.judged) if own.seq_id in sick]
+        judged = (each for each in reads for _ in each.judged)
+        rows = [row for row, each in enumerate(judged) if each.seq_id in sick]
         states.logits[rows] = LOGITS[kind]
         return states
 
@@ -279,24 +280,24 @@ def test_a_model_without_a_law_for_one_sequence_ends_that_request_alone(
     mate, culprit = llm.stream(PROMPTS[0], other), llm.stream(PROMPTS[0], params)
     first = next(culprit)
     broken.append(first.request_id)
-    said = [*first.token_ids]
+    received = [*first.token_ids]
     with pytest.raises(
         ModelOutputInvalid, match="contain NaN, or are all -inf: check that its files are complete"
     ) as caught:
-        said.extend(token for delta in culprit for token in delta.token_ids)
+        received.extend(token for delta in culprit for token in delta.token_ids)
     assert isinstance(caught.value, ModelError)
-    assert NUM_GOOD <= len(said) < 20
+    assert NUM_GOOD <= len(received) < 20
     tokens = tuple(token for delta in mate for token in delta.token_ids)
     assert len(tokens) == 20
     if verification == "coupled":
-        assert tuple(said) == expected[: len(said)]
+        assert tuple(received) == expected[: len(received)]
         assert tokens == honest
     assert cache.keys.isfinite().all()
     assert_empty(llm)
 
 
-def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their samples too; and once the trouble is over, the engine answers."""
+def test_if_every_pass_fails_every_request_ends_with_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All samples end; and once passes work again, the engine answers."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner, "read", breaks_on(llm.engine.runner, lambda read: True))
@@ -309,7 +310,7 @@ def test_where_every_pass_fails_every_request_ends_by_name(monkeypatch: pytest.M
 
 
 def stepped(llm: LLM) -> list[list[int] | Exception]:
-    """What becomes of the requests where one loop steps the engine: tokens, or what ended them."""
+    """The tokens or errors of requests for which this loop steps the engine."""
     sequences = [llm.requests.sequences(Request.of(PROMPTS[i % 5], params_with(i)))[0] for i in range(NUM)]
     found: dict[int, list[int] | Exception] = {sequence.id: [] for sequence in sequences}
     for sequence in sequences:
@@ -323,41 +324,41 @@ def stepped(llm: LLM) -> list[list[int] | Exception]:
     return [found[sequence.id] for sequence in sequences]
 
 
-def alone_tokens() -> list[list[int]]:
-    """The tokens of plain answers."""
-    return [list(each["samples"][0][1]) for each in map(alone, range(NUM))]  # type: ignore[index]
+def plain_tokens() -> list[list[int]]:
+    """The tokens of the plain answers."""
+    return [list(each["samples"][0][1]) for each in map(plain_answer, range(NUM))]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
 @pytest.mark.parametrize("where", ["runner.clear", "scheduler.restart"])
-def test_recovering_that_fails_once_is_as_if_it_had_not(
+def test_a_recovery_that_fails_once_changes_no_answer(
     where: str, draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
     break_(llm, "runner.read", Fault(ONCE, MemoryError()), monkeypatch, late=True)
     fault = Fault(lambda call: call == 0, MemoryError())
     break_(llm, where, fault, monkeypatch, late=False)
-    assert stepped(llm) == alone_tokens()
+    assert stepped(llm) == plain_tokens()
     assert fault.num_raised == 1
     assert_empty(llm)
 
 
-def test_what_a_round_has_decided_is_told_although_recovering_from_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last tokens of a text that ends in that round are among them."""
+def test_committed_tokens_are_delivered_although_recovery_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among the delivered tokens are the last ones of a text that ends in that round."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     fault = Fault(lambda call: call in (0, 1), MemoryError())
-    honest, told = llm.engine.runner.clear, llm.engine.drafter.observe  # type: ignore[union-attr]
+    honest, observe = llm.engine.runner.clear, llm.engine.drafter.observe  # type: ignore[union-attr]
     decided: list[int] = []
 
     def observe_and_break(news: Committed) -> None:
-        told(news)
+        observe(news)
         if not decided and any(s.status is Status.FINISHED for s in llm.engine.sequences.values()):
             decided.extend(s.id for s in llm.engine.sequences.values() if s.status is Status.FINISHED)
             monkeypatch.setattr(llm.engine.runner, "clear", fault.before(honest))
             raise MemoryError
 
     monkeypatch.setattr(llm.engine.drafter, "observe", observe_and_break)
-    found, expected = stepped(llm), alone_tokens()
+    found, expected = stepped(llm), plain_tokens()
     assert decided
     assert fault.num_raised == 2
     failed = [i for i in range(NUM) if isinstance(found[i], OutOfMemory)]
@@ -366,8 +367,8 @@ def test_what_a_round_has_decided_is_told_although_recovering_from_it_fails(monk
     assert_empty(llm)
 
 
-def test_where_memory_lacks_to_recover_all_requests_as_many_end_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with the longest texts; the others are answered as ever."""
+def test_if_memory_is_short_for_recovery_only_the_longest_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with the longest texts end; the others are answered."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     engine, honest = llm.engine, llm.engine.runner.clear
     ended: list[list[int]] = []
@@ -381,7 +382,7 @@ def test_where_memory_lacks_to_recover_all_requests_as_many_end_as_it_takes(monk
 
     break_(llm, "runner.read", Fault(ONCE, MemoryError()), monkeypatch, late=True)
     monkeypatch.setattr(engine.runner, "clear", clear)
-    found, expected = stepped(llm), alone_tokens()
+    found, expected = stepped(llm), plain_tokens()
     failed = [i for i in range(NUM) if isinstance(found[i], OutOfMemory)]
     assert len(failed) == 2
     assert 1 in failed  # its prompt is by far the longest
@@ -391,8 +392,8 @@ def test_where_memory_lacks_to_recover_all_requests_as_many_end_as_it_takes(monk
     assert stepped(llm) == expected
 
 
-def test_an_engine_that_cannot_recover_ends_requests_and_goes_on_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread stays, also for requests that come while memory lacks; cancelling works then, too."""
+def test_an_engine_that_cannot_recover_ends_requests_and_later_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread lives on, also for requests that arrive while memory is short; cancelling works then, too."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     lacking = Fault(ALWAYS, MemoryError())
 
@@ -415,8 +416,8 @@ def test_an_engine_that_cannot_recover_ends_requests_and_goes_on_when_it_can(mon
     assert_empty(llm)
 
 
-def test_a_batch_that_breaks_where_each_alone_does_not_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As memory does that suffices for a few."""
+def test_a_batch_that_fails_only_as_a_whole_is_answered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example because memory suffices for a few sequences only."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     honest = llm.engine.runner.read
 
@@ -441,9 +442,9 @@ def raising(error: BaseException, length: int) -> Callable[[Sequence[int], Tenso
 
 @pytest.mark.short("KeyboardInterrupt-9", "CancelledError-0")
 @pytest.mark.parametrize("length", [0, 9])
-@pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
-def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseException, length: int) -> None:
-    """Even what would end a program, a task or a loop elsewhere: it comes as RequestFailed then."""
+@pytest.mark.parametrize("error", PROCESSOR_ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_in_a_requests_own_code_fails_that_request_alone(error: BaseException, length: int) -> None:
+    """Exceptions that would end a program, a task or a loop elsewhere are raised as RequestFailed."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     params = [params_with(i) for i in range(NUM)]
     params[1] = params_with(1, logits_processors=[raising(error, length)], n=2)
@@ -459,9 +460,9 @@ def test_what_a_requests_own_code_raises_ends_that_request_alone(error: BaseExce
 
 
 @pytest.mark.short("StopIteration", "SystemExit")
-@pytest.mark.parametrize("error", OWN, ids=lambda error: type(error).__name__)
-def test_the_same_without_an_event_loop(error: BaseException) -> None:
-    """A KeyboardInterrupt gets through: nobody can tell it from Ctrl-C. The stream beside it goes on unharmed."""
+@pytest.mark.parametrize("error", PROCESSOR_ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_in_a_requests_own_code_fails_it_alone_without_an_event_loop(error: BaseException) -> None:
+    """A KeyboardInterrupt is raised as it is, since it may be Ctrl-C. A concurrent stream goes on unaffected."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     stream = llm.stream(PROMPTS[0], params_with(0))
     deltas = [next(stream)]
@@ -469,14 +470,14 @@ def test_the_same_without_an_event_loop(error: BaseException) -> None:
     with pytest.raises(kind):
         llm.generate(PROMPTS[1], params_with(1, logits_processors=[raising(error, 9)]))
     deltas += stream
-    (expected,) = alone(0)["samples"]  # type: ignore[misc]
+    (expected,) = plain_answer(0)["samples"]  # type: ignore[misc]
     assert tuple(token for delta in deltas for token in delta.token_ids) == expected[1]
     assert tuple(logprob for delta in deltas for logprob in delta.logprobs) == expected[3]
     assert_empty(llm)
 
 
 def test_a_processor_that_asks_its_own_llm_is_refused() -> None:
-    """It would wait for itself."""
+    """The request would wait for itself."""
     llm = LLM(str(TARGET), dtype="float32")
 
     def nested(tokens: Sequence[int], logits: Tensor) -> Tensor:

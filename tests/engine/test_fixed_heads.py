@@ -1,4 +1,4 @@
-"""Trained drafters in passes of fixed shape, as on GPUs: the tokens of plain decoding, and the guesses of CPUs."""
+"""Trained drafters in passes of fixed shape, as on GPUs: the tokens of plain decoding, and the drafts of the CPU."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ LIKELY = 0.4
 
 
 @dataclass
-class Priced:
-    """Asks for guesses that survive with so much, and notes the least of what survives."""
+class WithMinSurvival:
+    """Calls `propose` with `min_survival` LIKELY, and records the least survival in its drafts."""
 
     propose: Callable[[Draws, Sequence[Budget]], Draft]
     least: float = 1.0
@@ -61,31 +61,31 @@ class Priced:
 
 @dataclass
 class Uneven:
-    """Asks for guesses of different depths, from none to 4, and notes what is guessed behind each text."""
+    """Calls `propose` with depths from 0 to 4, and records the draft tokens of each text."""
 
     propose: Callable[[Draws, Sequence[Budget]], Draft]
-    guesses: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    drafts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def __call__(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
         depths = [(len(row.tokens) + row.seq_id) % 5 for row in draws.rows]
         cut = [min(budget.depth, depth) for budget, depth in zip(budgets, depths, strict=True)]
         draft = self.propose(draws, [replace(b, depth=depth) for b, depth in zip(budgets, cut, strict=True)])
         for row, depth, tokens in zip(draws.rows, cut, draft.tree.tokens.tolist(), strict=True):
-            self.guesses[tuple(row.tokens)] = [token for token in tokens[1:] if token >= 0]
-            assert len(self.guesses[tuple(row.tokens)]) <= depth
+            self.drafts[tuple(row.tokens)] = [token for token in tokens[1:] if token >= 0]
+            assert len(self.drafts[tuple(row.tokens)]) <= depth
         return draft
 
 
 @dataclass
 class Alternating:
-    """Asks for trees and chains in turn, and notes what is guessed behind each text.
+    """Calls `propose` for trees and chains in turn, and records the draft tokens of each text.
 
-    Nothing of that may stay in the runner's cache.
+    Asserts that the runner's cache holds no draft tokens afterwards.
     """
 
     propose: Callable[[Draws, Sequence[Budget]], Draft]
     runner: Runner | None
-    guesses: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    drafts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     num_rounds: int = 0
 
     def __call__(self, draws: Draws, budgets: Sequence[Budget]) -> Draft:
@@ -94,7 +94,7 @@ class Alternating:
             budgets = [replace(budget, width=2) if budget.depth else budget for budget in budgets]
         draft = self.propose(draws, budgets)
         assert self.runner is None or not any(map(self.runner.cache.tail, draws.seq_ids))
-        self.guesses |= {
+        self.drafts |= {
             tuple(row.tokens): tokens[1:] for row, tokens in zip(draws.rows, draft.tree.tokens.tolist(), strict=True)
         }
         return draft
@@ -113,8 +113,8 @@ def plain() -> Sequence[Sequence[int]]:
 @pytest.mark.short("model:stories280k-tree", "eagle-1-chain", "mtp-of-3-tree", "block-tree")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation) -> None:
-    """And as many guesses are right as where layers are computed in passes of any shape."""
+def test_tokens_are_those_of_plain_decoding_and_drafts_those_of_the_cpu(kind: str, shape: Speculation) -> None:
+    """And as many tokens are drafted and accepted as in passes of any shape."""
     drafter = spelled(kind)
     fixed, usual = (made(drafter, device, speculation=shape, chunk_tokens=7) for device in (FIXED, "cpu"))
     assert isinstance(fixed.engine.runner, GraphRunner)
@@ -128,10 +128,10 @@ def test_the_tokens_are_those_of_plain_decoding(kind: str, shape: Speculation) -
 @pytest.mark.short("mtp-of-3-chain")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
-def test_nobody_reads_what_a_graph_gave_once_another_one_ran(
+def test_results_of_a_graph_are_not_read_after_another_graph_ran(
     kind: str, shape: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States of a pass lie where later passes write. Who needs them for longer has a copy."""
+    """Later passes overwrite the states of a pass, so those that are needed longer must be copied."""
     drafter, counts = spelled(kind), []
     for captured in (False, True):
         keys = imagine_captures(monkeypatch) if captured else ()
@@ -144,13 +144,13 @@ def test_nobody_reads_what_a_graph_gave_once_another_one_ran(
 
 @pytest.mark.short("eagle")
 @pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "medusa"])
-def test_chains_end_where_they_are_too_unlikely(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a mix that merges its members' guesses, which asks for the likely ones and for how likely they are."""
+def test_chains_end_below_min_survival(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a mix that merges drafts, which asks its members for likely tokens and their survival."""
     drafter, counts = spelled(kind), []
     for device in (FIXED, "cpu"):
         llm = made(drafter, device, speculation=4)
         assert llm.engine.drafter is not None
-        priced = Priced(llm.engine.drafter.propose)
+        priced = WithMinSurvival(llm.engine.drafter.propose)
         monkeypatch.setattr(llm.engine.drafter, "propose", priced)
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
         assert priced.least >= LIKELY
@@ -160,8 +160,8 @@ def test_chains_end_where_they_are_too_unlikely(kind: str, monkeypatch: pytest.M
 
 @pytest.mark.short("hydra", "block", "early-exit:adapted")
 @pytest.mark.parametrize("kind", TRAINED)
-def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds of rows that are drafted to different depths, some of them not at all."""
+def test_a_graph_drafts_what_is_drafted_step_by_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of rows with different depths, some of them 0."""
     drafter, found, bodies = spelled(kind), [], list[int]()
     body = ChainGraph.body
     monkeypatch.setattr(ChainGraph, "body", lambda *arguments: bodies.append(1) or body(*arguments))
@@ -174,15 +174,15 @@ def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, monkeypatch: pytest
         uneven = Uneven(llm.engine.drafter.propose)
         monkeypatch.setattr(llm.engine.drafter, "propose", uneven)
         assert tokens_of(llm.generate(PROMPTS, PARAMS)) == plain()
-        found.append(uneven.guesses)
+        found.append(uneven.drafts)
         assert (len(bodies) > 5) == at_once
         bodies.clear()
     assert found[0] == found[1]
     assert sum(map(len, found[0].values())) > 30
 
 
-def test_a_graph_goes_on_from_what_trees_left_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter keeps the guesses of trees that came true, so that rows may have no text to read before a chain."""
+def test_a_graph_drafts_after_trees_whose_nodes_stayed_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter keeps the accepted nodes of trees in its cache, so a row may have no unread text before a chain."""
     found, unread, unread_texts = [], list[list[int]](), EarlyExitDrafter.unread_texts
 
     def noted(drafter: EarlyExitDrafter, reads: Sequence[Read]) -> UnreadTexts:
@@ -198,7 +198,7 @@ def test_a_graph_goes_on_from_what_trees_left_read(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(llm.engine.drafter, "propose", mixed)
         llm.generate(PROMPTS[:2], params)
         llm.engine.runner.cache.check()
-        found.append(mixed.guesses)
+        found.append(mixed.drafts)
     assert found[0] == found[1]
     assert any(min(counts) > 0 for counts in unread)
     assert any(min(counts) == 0 < max(counts) for counts in unread)
@@ -208,10 +208,10 @@ def test_a_graph_goes_on_from_what_trees_left_read(monkeypatch: pytest.MonkeyPat
 @pytest.mark.short("eagle-3")
 @pytest.mark.parametrize("num_blocks", [1, 3, 5])
 @pytest.mark.parametrize("kind", ["eagle", "mtp-of-3", "p-eagle", "block", "early-exit:adapted"])
-def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
+def test_a_text_without_cache_space_does_not_stop_other_drafts(
     kind: str, num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does it end its own answer."""
+    """Its own answer goes on, too."""
     llm = made(spelled(kind), speculation=4)
     drafter = llm.engine.drafter
     assert isinstance(drafter, TapFollower)
@@ -225,8 +225,8 @@ def test_a_text_that_finds_no_room_does_not_end_the_drafts_of_others(
 
 @pytest.mark.short("block:heads")
 @pytest.mark.parametrize("kind", ["p-eagle", "block", "block:heads"])
-def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str) -> None:
-    """Where it has fewer than its depth says."""
+def test_no_more_masked_positions_are_drafted_than_the_budget_has_nodes(kind: str) -> None:
+    """With fewer nodes than levels."""
     llm = made(spelled(kind), speculation=4)
     drafter = llm.engine.drafter
     assert isinstance(drafter, TapFollower)
@@ -246,8 +246,8 @@ def test_masked_places_are_as_many_as_a_budget_has_nodes(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["model:stories280k", "medusa", "eagle", "mtp-of-3", "early-exit:adapted", "block:heads"]
 )
-def test_rejection_modes_draw_from_declared_laws(kind: str, rule: str) -> None:
-    """The same draws decide, so chains that the host has not seen give what chains grown level by level give."""
+def test_rejection_rules_give_the_texts_of_the_cpu(kind: str, rule: str) -> None:
+    """Chains drawn on the device give the same texts as chains grown level by level, since the draws are the same."""
     drafter, texts = spelled(kind), []
     for device in (FIXED, "cpu"):
         llm = made(drafter, device, speculation=3, verification=rule)
@@ -265,7 +265,7 @@ def test_adapters_of_layers_with_experts_draft(tmp_path: Path) -> None:
 @pytest.mark.short("block:heads-chain")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", TRAINED)
-def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
+def test_on_a_gpu_no_operation_mixes_devices_and_the_host_waits_once_a_round(
     kind: str, shape: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = spelled(kind)
@@ -278,9 +278,7 @@ def test_on_a_card_nothing_mixes_devices_and_chains_wait_once_a_round(
             seen.clear()
             begun.clear()
             llm.engine.step()
-            assert set(seen.waits) == (set() if any(begun) else {"tolist"}), (
-                "a verdict in front of chains comes by itself"
-            )
+            assert set(seen.waits) == (set() if any(begun) else {"tolist"}), "a verdict before chains needs no wait"
             assert len(seen.waits) <= 1 or not unseen
     assert llm.stats.num_accepted > 0
 
@@ -294,10 +292,10 @@ NUM_GRAPHS = 3  # the whole chain with the text before it, the target's pass, th
 
 @pytest.mark.short("block:heads")
 @pytest.mark.parametrize("kind", MOST_SENT)
-def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However deep the chains are: what lies between the passes of a chain is captured with them.
+def test_a_round_sends_few_operations_to_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However deep the chains are: the operations between the passes of a chain are captured with them.
 
-    What begins the next chains is not counted but for its graph: the host would wait for the verdict in that time.
+    Of the operations that begin the next chains only the graph counts: the host would wait for the verdict meanwhile.
     """
     drafter, sent, begin = spelled(kind), list[list[str]](), ChainGraph.launch_next
     with imagined(monkeypatch) as seen, torch.inference_mode():
@@ -317,5 +315,5 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(kind: str, monk
             sent.append([*seen.sent])
     assert statistics.median(map(len, sent)) <= MOST_SENT[kind], sent[len(sent) // 2]
     most = 47 if kind == "mtp-of-3" else 41
-    assert max(map(len, sent)) <= most, "behind prompts, of which a long one is read in a pass before"
+    assert max(map(len, sent)) <= most, "after prompts; a long prompt takes a pass before"
     assert statistics.median(each.count("graph") for each in sent) == NUM_GRAPHS

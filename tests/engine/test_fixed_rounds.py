@@ -1,4 +1,4 @@
-"""Engines over passes of fixed shape: the same tokens, one synchronisation per round, guesses unseen until then."""
+"""Engines over passes of fixed shape: the same tokens, and one synchronisation per round, which fetches the draft."""
 
 import random
 import statistics
@@ -41,7 +41,7 @@ PARAMS = [
 ]
 
 
-def test_requests_with_processors_are_drafted_level_by_level() -> None:
+def test_requests_with_logits_processors_are_drafted_level_by_level() -> None:
     def no_e(text: list[int], logits: torch.Tensor) -> torch.Tensor:
         logits[list(range(0, 512, 7))] -= 2.0
         return logits
@@ -54,7 +54,7 @@ def test_requests_with_processors_are_drafted_level_by_level() -> None:
 
 
 @pytest.mark.full
-def test_under_want_of_memory_the_tokens_stay() -> None:
+def test_a_drafter_short_of_memory_changes_no_token() -> None:
     plain = make(TARGET, None, CPU)
     fixed = make(TARGET, f"model:{SMALL}", speculation=4)
     drafter = fixed.drafter
@@ -66,7 +66,7 @@ def test_under_want_of_memory_the_tokens_stay() -> None:
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would make the host wait for a device, by operator."""
+    """Counts operators for which the host would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Waits(TorchDispatchMode):
 
 
 class Reads(TorchFunctionMode):
-    """Counts the methods that hand numbers to the host; numpy() is none, since it refuses tensors of a device."""
+    """Counts methods that copy numbers to the host; not numpy(), which refuses tensors of a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,10 +147,10 @@ EVERY = SamplingParams(
     ],
     ids=["plain", "model", "penalised", "every", "logprobs", "every-model"],
 )
-def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
+def test_a_round_sends_few_operations_to_a_gpu(
     monkeypatch: pytest.MonkeyPatch, drafter: str | None, params: SamplingParams, most: int
 ) -> None:
-    """Each takes the host some microseconds: together longer than a small model's pass takes the card."""
+    """Each takes the host some microseconds; many would take longer than a small model's pass takes the GPU."""
     sent, waits = [], set()
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = make(TARGET, f"model:{SMALL}" if drafter else None, PLACEMENT, speculation=4)
@@ -165,12 +165,12 @@ def test_few_operations_of_a_round_are_sent_to_a_card_one_by_one(
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
-def test_log_probabilities_of_a_graph_are_those_that_are_ranked_one_by_one(
+def test_log_probabilities_computed_in_a_graph_are_those_computed_row_by_row(
     monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    """Of drafted tokens too, in every row as many as were asked for, and cut where a stop string cuts an answer."""
+    """For drafted tokens, too; each row has the requested number, cut where a stop string cuts the answer."""
     grammar = Grammar.regex("[A-Z][a-z ,]*[.]")
-    wanted = [
+    params = [
         replace(EVERY, logprobs=3), replace(PARAMS[1], logprobs=0, grammar=grammar), PARAMS[0],
         replace(PARAMS[0], logprobs=12, stop=("the", "and")),
     ]  # fmt: skip
@@ -179,22 +179,22 @@ def test_log_probabilities_of_a_graph_are_those_that_are_ranked_one_by_one(
         if not judged:
             monkeypatch.setattr(GraphRunner, "judge", lambda *_: None)
         llm = make(TARGET, f"model:{SMALL}" if drafter == "model" else drafter, speculation=4)
-        outputs = [result.outputs[0] for result in llm.generate(PROMPTS, wanted)]
+        outputs = [result.outputs[0] for result in llm.generate(PROMPTS, params)]
         answers.append([(output.token_ids, output.logprobs) for output in outputs])
         assert llm.stats.num_accepted > 0
     assert answers[0] == answers[1]
     assert all(answer[1] for answer in (answers[0][i] for i in (0, 1, 3)))
 
 
-def test_the_count_can_fail() -> None:
+def test_the_count_of_operations_detects_waits() -> None:
     with counted() as found:
         x = torch.ones(3)
         x.tolist(), x[x > 0], x.nonzero(), bool(x[0])
     assert len(found) >= 4
 
 
-def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape() -> None:
-    """A drafter that declares any shape harms nothing: the tokens are those of plain decoding."""
+def test_a_wrong_declared_shape_of_an_unfetched_chain_is_harmless() -> None:
+    """Whatever shape a drafter declares, the tokens are those of plain decoding."""
     from forerun.draft.base import Budget, Committed, Draft
     from forerun.draft.text.ngram import NgramDrafter
     from forerun.tree import DraftTree, HostTree
@@ -217,8 +217,8 @@ def test_chains_that_the_host_has_not_seen_cannot_lie_about_their_shape() -> Non
 
 
 @pytest.mark.full
-def test_few_graphs_serve_answers_of_any_lengths() -> None:
-    """Near its end an answer is drafted ever less far, and a batch empties."""
+def test_few_graphs_are_captured_for_answers_of_any_lengths() -> None:
+    """Near its end an answer's depth falls, and a batch becomes smaller."""
     llm, dice = make(TARGET, f"model:{SMALL}", speculation=8), random.Random(0)
     assert isinstance(llm.drafter, ModelDrafter)
     target, drafter = llm.engine.runner, llm.drafter.runner

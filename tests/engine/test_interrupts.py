@@ -1,7 +1,7 @@
-"""Ctrl-C, anywhere: the stream that was read in the main thread ends, and no other one loses or changes a token.
+"""Ctrl-C anywhere: the stream that is read in the main thread ends, and no other stream loses or changes a token.
 
-Interrupts are injected where Python delivers them, at the entry of functions and after calls, one after another through
-whole rounds; and they are real signals at random times. Beside the stream that is interrupted, others are under way.
+Interrupts are injected where Python delivers them, at the entry of functions and after calls, all through a round; and
+they are real signals at random times. Other streams are unfinished when a stream is interrupted.
 """
 
 import random
@@ -32,7 +32,7 @@ DRAFTS = (None, "ngram", f"model:{SMALL}", "early-exit:2", "mix[suffix,early-exi
 
 
 def params_with(seed: int) -> SamplingParams:
-    """One stops at a string, for which text is held back over rounds; one scores its prompt; one has two samples."""
+    """Seed 0 has two samples, 1 prompt log-probabilities, 2 a stop string, for which text is held back over rounds."""
     return SamplingParams(
         temperature=seed % 3 / 2,
         seed=seed,
@@ -46,25 +46,25 @@ def params_with(seed: int) -> SamplingParams:
 
 @cache
 def llm_with(draft: str | None) -> LLM:
-    """Room for three at once, and prompts in chunks: one waits, and rounds read and draw side by side."""
+    """An LLM for three sequences at a time, with prompts in chunks: one waits, and rounds mix prefill and decoding."""
     return LLM(str(TARGET), draft, dtype="float32", max_num_seqs=3, chunk_tokens=5)
 
 
 @cache
-def alone(i: int) -> tuple[object, ...]:
-    """What plain decoding gives, by sample: tokens, text, log-probabilities, and how it ends."""
+def plain_answer(i: int) -> tuple[object, ...]:
+    """The answer of plain decoding, for each sample: tokens, text, log-probabilities and finish reason."""
     (result,) = llm_with(None).generate(PROMPTS[i], params_with(i))
     return tuple((c.token_ids, c.text, c.logprobs, c.finish_reason) for c in result.outputs)
 
 
 def joined(deltas: Sequence[Delta]) -> tuple[object, ...]:
-    """The same of a stream."""
+    """Tokens, text, log-probabilities and finish reason of each sample of a stream."""
     found = []
     for sample in sorted({delta.sample for delta in deltas}):
-        own = [delta for delta in deltas if delta.sample == sample]
-        tokens = tuple(token for delta in own for token in delta.token_ids)
-        logprobs = tuple(each for delta in own for each in delta.logprobs)
-        found.append((tokens, "".join(delta.text for delta in own), logprobs, own[-1].finish_reason))
+        chosen = [delta for delta in deltas if delta.sample == sample]
+        tokens = tuple(token for delta in chosen for token in delta.token_ids)
+        logprobs = tuple(each for delta in chosen for each in delta.logprobs)
+        found.append((tokens, "".join(delta.text for delta in chosen), logprobs, chosen[-1].finish_reason))
     return tuple(found)
 
 
@@ -93,27 +93,27 @@ class Interrupt:
         return False
 
 
-def beside(llm: LLM, interrupt: Callable[[Callable[[], object]], object], num_before: int) -> None:
-    """Three streams under way, and a fourth that is interrupted; the three go on to what each alone gives."""
+def check_other_streams(llm: LLM, interrupt: Callable[[Callable[[], object]], object], num_before: int) -> None:
+    """Interrupt a stream while three others are unfinished; assert that these give the plain answers."""
     streams = [llm.stream(PROMPTS[i], params_with(i)) for i in (0, 1, 2)]
-    heard: list[list[Delta]] = [[], [], []]
+    received: list[list[Delta]] = [[], [], []]
     for turn in range(num_before):
-        heard[turn % 3] += [delta for delta in [next(streams[turn % 3], None)] if delta is not None]
+        received[turn % 3] += [delta for delta in [next(streams[turn % 3], None)] if delta is not None]
     victim = llm.stream(PROMPTS[3], params_with(3))
     interrupt(lambda: list(victim))
     victim.close()
-    for own, stream in zip(heard, streams, strict=True):
-        own += stream
-    for i, own in enumerate(heard):
-        assert joined(own) == alone(i)
+    for deltas, stream in zip(received, streams, strict=True):
+        deltas += stream
+    for i, deltas in enumerate(received):
+        assert joined(deltas) == plain_answer(i)
     assert_empty(llm)
 
 
 @pytest.mark.parametrize("at", range(1, 9))
-def test_an_interrupt_where_a_sequence_leaves_leaves_nothing_that_nobody_finds(at: int) -> None:
-    """What is still known by its id is removed by the next attempt; nothing else may be left."""
+def test_an_interrupted_removal_of_a_sequence_can_be_repeated(at: int) -> None:
+    """A sequence that is still registered is removed by the next attempt; nothing else may be left."""
     active = ActiveSequences()
-    sequence: Any = SimpleNamespace(id=3, request_id=5)  # as much of one as a active asks for
+    sequence: Any = SimpleNamespace(id=3, request_id=5)  # the attributes that ActiveSequences reads
     with unchecked():
         active.add(sequence, lambda delta: None)
         Interrupt(at).during(lambda: active.remove(sequence))
@@ -129,17 +129,17 @@ MANY = [pytest.param(draft, seed, 150, marks=pytest.mark.full) for draft in DRAF
 
 @pytest.mark.short("None-0-7", "early-exit:2-0-7")
 @pytest.mark.parametrize(("draft", "seed", "num_trials"), [*FEW, *MANY])
-def test_an_interrupt_anywhere_in_a_round_costs_no_other_stream_a_token(
+def test_an_interrupt_anywhere_in_a_round_changes_no_other_stream(
     draft: str | None, seed: int, num_trials: int
 ) -> None:
-    """At random places, half of them where requests enter and prompts are read."""
+    """At random places, half of them in the first quarter, where requests are submitted and prompts prefilled."""
     llm, rng, whole = llm_with(draft), random.Random(seed), Interrupt(0)
     with unchecked():
-        beside(llm, whole.during, 3)
+        check_other_streams(llm, whole.during, 3)
         assert whole.count > 1000
         for trial in range(num_trials):
             at = rng.randrange(1, whole.count if trial % 2 else whole.count // 4)
-            beside(llm, Interrupt(at).during, rng.randrange(7))
+            check_other_streams(llm, Interrupt(at).during, rng.randrange(7))
         assert exact_parts(llm.generate(PROMPTS[4], params_with(4))[0]) == exact_parts(
             llm_with(None).generate(PROMPTS[4], params_with(4))[0]
         )
@@ -147,7 +147,7 @@ def test_an_interrupt_anywhere_in_a_round_costs_no_other_stream_a_token(
 
 
 def signalled(delays_s: Sequence[float]) -> Callable[[Callable[[], object]], bool]:
-    """Runs work under a real signal, which Python turns into KeyboardInterrupt where it pleases."""
+    """Runs work under a real signal, which Python turns into KeyboardInterrupt at some point."""
     delays = iter(delays_s)
 
     def during(work: Callable[[], object]) -> bool:
@@ -174,7 +174,7 @@ def signalled(delays_s: Sequence[float]) -> Callable[[Callable[[], object]], boo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a signal lost in a finaliser
-def test_real_signals_at_random_times() -> None:
+def test_real_signals_at_random_times_change_no_other_stream() -> None:
     llm, rng = llm_with(f"model:{SMALL}"), random.Random(0)
     caught: list[bool] = []
     with unchecked():
@@ -183,5 +183,5 @@ def test_real_signals_at_random_times() -> None:
         taken_s = time.perf_counter() - started_s
         for trial in range(12):
             during = signalled([rng.uniform(1e-4, taken_s)])
-            beside(llm, lambda work, during=during: caught.append(during(work)), trial % 7)  # type: ignore[misc]
+            check_other_streams(llm, lambda work, during=during: caught.append(during(work)), trial % 7)  # type: ignore[misc]
     assert any(caught)

@@ -1,4 +1,4 @@
-"""What an engine asks the memory plan for: room for guesses, tables for the context, and a word where there is none."""
+"""What an engine requests from the memory plan: cache for draft tokens, tables for the context; and its warnings."""
 
 import json
 import logging
@@ -34,37 +34,39 @@ from kit.card import CARD, PLACEMENT, Held, imagined
 from kit.checkpoints import SMALL, TARGET
 from kit.rows import RandomMasks
 
-WISHES = st.one_of(
+SPECULATIONS = st.one_of(
     st.builds(Speculation, st.integers(0, 60), st.integers(1, 3), st.none() | st.integers(1, 40)),
     st.just(Speculation(tree=StaticTree([[0], [1], [0, 0], [0, 0, 0], [0, 0, 1]]))),
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(WISHES, st.integers(1, 3), st.integers(2, 50))
-def test_a_tail_is_what_guesses_take_beyond_the_context_at_most(wish: Speculation, members: int, longest: int) -> None:
+@given(SPECULATIONS, st.integers(1, 3), st.integers(2, 50))
+def test_tail_tokens_are_the_most_slots_that_drafts_take_beyond_the_context(
+    speculation: Speculation, members: int, longest: int
+) -> None:
     beyond = [0]
     for length in range(1, longest):
-        budget = Budget.of(wish, longest - length - 1)
+        budget = Budget.of(speculation, longest - length - 1)
         slots = slots_of(budget if members == 1 else budget.merged(members))
         beyond.append(length + slots - longest)
-    assert tail_tokens(wish, members, longest) == max(beyond)
+    assert tail_tokens(speculation, members, longest) == max(beyond)
 
 
 def planned(
-    target: Path | str, draft: str | None = None, wish: Speculation | None = None, **options: int | None
+    target: Path | str, draft: str | None = None, speculation: Speculation | None = None, **options: int | None
 ) -> MemoryPlan:
     blueprint = Blueprint.of(str(target), dtype="float32")
     drafter = plan_drafter(draft, DraftContext(blueprint, blueprint.tokenizer())) if draft else none_drafts()
     options = {"max_model_len": None, "max_num_seqs": 16, "memory_bytes": 10**9} | options
-    return plan_engine(blueprint, drafter, wish or Speculation(4), **options)  # type: ignore[arg-type]
+    return plan_engine(blueprint, drafter, speculation or Speculation(4), **options)  # type: ignore[arg-type]
 
 
 def none_drafts() -> DraftPlan:
     return DraftPlan({}, lambda _tokens, _progress, _target: None)
 
 
-def test_a_budget_that_nobody_gave_leaves_a_fifth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_budget_leaves_a_fifth_of_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.engine.memory.available_bytes", lambda: 10**9)
     assert planned(TARGET, memory_bytes=None).budget_bytes == 8 * 10**8
 
@@ -78,8 +80,8 @@ def test_deep_chains_take_no_more_memory_than_the_context() -> None:
     assert 16 * 512 < deep.cache_tokens <= 16 * (512 + 512)
 
 
-def test_a_draft_model_has_its_part_of_a_small_budget() -> None:
-    """Where the target's longest contexts once took everything."""
+def test_a_draft_model_gets_its_part_of_a_small_budget() -> None:
+    """A regression test: the target's longest contexts took all memory."""
     llm = LLM("stdlib", draft="model:stdlib-draft", dtype="float32", memory_bytes=150_000_000, speculation=4)
     assert llm.plan.max_model_len == 2048
     assert llm.plan.num_sequences_speculative == llm.plan.num_sequences_plain >= 5
@@ -88,7 +90,7 @@ def test_a_draft_model_has_its_part_of_a_small_budget() -> None:
     assert llm.stats.num_drafted > 0
 
 
-def test_a_drafter_that_can_never_draft_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_without_memory_for_its_cache_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     name = f"model:{SMALL}"
     with caplog.at_level(logging.WARNING, "forerun"):
         assert planned(TARGET, name).silent_drafters == []
@@ -102,7 +104,7 @@ def test_a_drafter_that_can_never_draft_is_a_warning(caplog: pytest.LogCaptureFi
 
 
 @pytest.fixture(scope="module")
-def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def long_context(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of ten million positions, whose tables alone would take 640 MB."""
     folder = tmp_path_factory.mktemp("far") / "model"
     shutil.copytree(TARGET, folder)
@@ -111,19 +113,26 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tables_reach_as_far_as_the_context(far: Path) -> None:
-    plan = planned(far, f"model:{far}", max_model_len=64, memory_bytes=10_000_000)
+def test_rotary_tables_are_as_long_as_the_context(long_context: Path) -> None:
+    plan = planned(long_context, f"model:{long_context}", max_model_len=64, memory_bytes=10_000_000)
     assert plan.num_sequences_speculative == plan.num_sequences_plain == 16
-    llm = LLM(str(far), f"model:{far}", dtype="float32", max_model_len=64, memory_bytes=10_000_000, speculation=4)
+    llm = LLM(
+        str(long_context),
+        f"model:{long_context}",
+        dtype="float32",
+        max_model_len=64,
+        memory_bytes=10_000_000,
+        speculation=4,
+    )
     assert len(llm.engine.runner.decoder.rope.cos) == 64
     assert isinstance(llm.drafter, ModelDrafter)
     assert len(llm.drafter.runner.decoder.rope.cos) == 64
     llm.generate("Once", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     assert llm.stats.num_accepted == llm.stats.num_drafted > 40
-    assert planned(far, memory_bytes=100_000_000).max_model_len < 10**6
+    assert planned(long_context, memory_bytes=100_000_000).max_model_len < 10**6
 
 
-def test_a_translated_drafter_reaches_as_far() -> None:
+def test_rotary_tables_of_a_translated_drafter_are_long_enough() -> None:
     """A drafter with shorter tokens than the target's needs more positions for the same text."""
     llm = LLM("stdlib", "model:stdlib-draft-1024", dtype="float32", max_model_len=200, memory_bytes=200_000_000)
     assert len(llm.engine.runner.decoder.rope.cos) == 200
@@ -131,7 +140,7 @@ def test_a_translated_drafter_reaches_as_far() -> None:
     assert len(llm.drafter.model.runner.decoder.rope.cos) == 400  # type: ignore[attr-defined]
 
 
-def test_passes_take_memory_of_a_card_alone_and_unpack_its_largest_layer() -> None:
+def test_passes_take_planned_memory_on_a_gpu_only_with_the_largest_unpacked_layer() -> None:
     host, card = (Blueprint.of(str(TARGET), device=device) for device in (None, PLACEMENT))
     assert host.memory.scratch_bytes == 0
     assert "passes" not in planned(TARGET).lines()[0]
@@ -155,14 +164,14 @@ def test_passes_take_memory_of_a_card_alone_and_unpack_its_largest_layer() -> No
     ],
     ids=["temperature", "filters", "penalties", "deep", "long"],
 )
-def test_a_verdict_takes_no_more_of_a_card_than_was_planned(
+def test_a_verdict_takes_no_more_gpu_memory_than_planned(
     monkeypatch: pytest.MonkeyPatch, depth: int, params: dict[str, Any]
 ) -> None:
-    """In tensors: what torch's sort takes inside, when there are few of them, is not seen here."""
+    """Counted in tensors: memory inside of torch's sort is not seen here."""
     vocab, batch = 8192, MOST_ROWS // (1 + depth)
-    said = list(range(vocab // depth))
+    text = list(range(vocab // depth))
     rows = [
-        RowSampling(i, SamplingParams(**params), i, 0, said, 1, constraint=RandomMasks(i, vocab)) for i in range(batch)
+        RowSampling(i, SamplingParams(**params), i, 0, text, 1, constraint=RandomMasks(i, vocab)) for i in range(batch)
     ]
     with imagined(monkeypatch), torch.inference_mode(), Held() as held:
         graph = VerdictGraph(Graphs(CARD), CARD, vocab)

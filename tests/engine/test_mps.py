@@ -1,6 +1,6 @@
-"""Requests on Apple's GPUs, as far as it can be seen without one: only operators that torch has there are asked for.
+"""Requests on Apple's GPUs, as far as can be tested without one: only operators that torch has on MPS are called.
 
-Which these are torchgen says, in the list of operators that torch is built from.
+torchgen's list of operators, from which torch is built, says which these are.
 """
 
 import re
@@ -34,7 +34,7 @@ EVERYTHING = {
 
 @cache
 def operators() -> dict[str, str]:
-    """What the list says of every operator, by its name."""
+    """The entry of every operator in the list, by name."""
     found = find_spec("torchgen")
     assert found, "torchgen comes with torch"
     path = Path(found.origin or "").parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
@@ -52,7 +52,7 @@ def is_there(name: str) -> bool:
 
 
 def refuse_missing(func: Any, given: Sequence[Tensor]) -> None:
-    """What torch does on MPS."""
+    """Raise as torch does on MPS if it lacks the operator."""
     if any(x.dtype in (torch.float64, torch.complex128) for x in given):
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
     name = "" if func is None else func._schema.name.removeprefix("aten::")
@@ -64,7 +64,7 @@ def refuse_missing(func: Any, given: Sequence[Tensor]) -> None:
 
 
 def answers(llm: LLM, params: SamplingParams) -> list[Any]:
-    """What requests end with, each an answer or an error."""
+    """The answer or error of each request."""
     submit(llm, PROMPTS, params)
     ends: dict[int, Any] = {}
     texts: dict[int, list[int]] = {}
@@ -95,7 +95,7 @@ def test_answers_are_those_of_the_cpu(name: str, draft: str | None, monkeypatch:
 
 @pytest.mark.short("block")
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_rules_of_rejection_ask_for_nothing_else(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_rules_call_only_operators_of_mps(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with imagined_mps(monkeypatch, refuse_missing), torch.inference_mode():
         found = answers(make("mps", f"model:{SMALL}", rule), SamplingParams(seed=3, max_tokens=8, top_p=0.9))
     assert [len(tokens) for tokens in found] == [8] * len(PROMPTS)
@@ -118,7 +118,7 @@ def test_a_pass_that_lacks_an_operator_is_refused_at_the_start(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])
-def test_requests_that_lack_an_operator_end_with_its_name_and_others_go_on(
+def test_requests_that_need_a_missing_operator_fail_with_its_name_and_others_go_on(
     draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, filtered = SamplingParams(temperature=0.8, seed=3, max_tokens=8), SamplingParams(top_p=0.9, max_tokens=8)
@@ -131,7 +131,7 @@ def test_requests_that_lack_an_operator_end_with_its_name_and_others_go_on(
     assert [(type(each), each.operator) for each in found[1:]] == [(OperatorMissing, "aten::cumsum")] * len(PROMPTS)
 
 
-def test_what_mps_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_mps_lacks_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceUnavailable, match=r"'mps'.*use --device cpu"):
         LLM(str(TARGET), device="mps")
     with pytest.raises(DeviceUnavailable, match=r"'rocm'.*without ROCm.*use --device cpu"):
@@ -142,7 +142,7 @@ def test_what_mps_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> N
                 LLM(str(TARGET), device="mps", **options)  # type: ignore[arg-type]
 
 
-def test_the_list_of_operators_can_refuse() -> None:
+def test_operators_that_mps_lacks_are_refused_by_the_list() -> None:
     assert [name for name in ("cumsum", "argmax", "sort.stable", "softmax.int") if not is_there(name)] == []
     assert not any(is_there(name) for name in ("_cudnn_rnn", "linalg_eig", "geqrf"))
 

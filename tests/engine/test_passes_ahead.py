@@ -1,4 +1,4 @@
-"""Passes of fixed shape that begin before the host knows what they read: taken where they fit, and never seen else."""
+"""Passes of fixed shape that begin before the host knows their tokens: used where they fit, else without effect."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +24,7 @@ LONG = "Once upon a time, there was a little girl named Lily. She loved to play 
 
 
 def params_of(rng: random.Random, number: int) -> SamplingParams:
-    """Of any length, with ends that the device does not know of."""
+    """Parameters of an answer of any length, with end conditions that the device does not know."""
     return SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.0]), seed=number, max_tokens=rng.randint(1, 40),
         ignore_eos=rng.random() < 0.5, stop=rng.choice([None, [" a"], ["the", "."]]),
@@ -33,7 +33,7 @@ def params_of(rng: random.Random, number: int) -> SamplingParams:
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, kind: Any = PassAhead) -> list[bool]:
-    """Of everything of a kind that was begun ahead, whether its round took it."""
+    """For each object of a kind that was begun ahead, whether its round used it."""
     rows_for, found = kind.rows_for, list[bool]()
 
     def noted(ahead: Any, *args: object) -> list[int] | None:
@@ -46,7 +46,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, kind: Any = PassAhead) -> list[bool]:
 
 
 def come_and_go(llm: LLM, alone: LLM, rng: random.Random, ask: Callable[[int], Request]) -> None:
-    """A dozen requests that begin and are cancelled at random; each answer is what its sequence has alone."""
+    """Assert that requests which begin and are cancelled at random get the answers of their sequences alone."""
     asked: dict[int, Request] = {}
     answers: dict[int, list[int]] = {}
     cancelled = set()
@@ -72,10 +72,10 @@ def come_and_go(llm: LLM, alone: LLM, rng: random.Random, ask: Callable[[int], R
 
 @pytest.mark.short("None")
 @pytest.mark.parametrize("draft", [None, "eagle", "ngram"])
-def test_answers_that_come_and_go_are_those_of_sequences_alone(
+def test_answers_of_requests_that_begin_and_end_at_random_are_those_of_sequences_alone(
     draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where sequences end early, are cancelled, begin, and are drafted now and then."""
+    """With sequences that end early, are cancelled, begin, and are drafted in some rounds."""
     monkeypatch.setattr(graphs, "PAUSE", 3)
     imagine_captures(monkeypatch)
     found, rng = taken(monkeypatch), random.Random(5)
@@ -88,8 +88,8 @@ def test_answers_that_come_and_go_are_those_of_sequences_alone(
     assert found.count(True) > found.count(False) > 0
 
 
-def test_a_steady_round_finds_its_pass_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the beginning of a block of the cache too, but not where a prompt waits."""
+def test_a_steady_round_uses_its_pass_begun_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at the beginning of a cache block, but not while a prompt waits."""
     found, begun = taken(monkeypatch), list[int]()
     llm = make(TARGET, None)
     runner = llm.engine.runner
@@ -102,7 +102,7 @@ def test_a_steady_round_finds_its_pass_begun(monkeypatch: pytest.MonkeyPatch) ->
     assert len(found) == 68, "all but the prompt's and the one behind it"
 
 
-def test_an_answer_that_ends_leaves_the_pass_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_begun_ahead_is_used_by_the_others_when_an_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     found = taken(monkeypatch)
     llm = make(TARGET, None)
     params = [
@@ -120,13 +120,13 @@ OTHERS = {
     "one of them": [Read(1, [8], judged=[0])],
     "another token": [Read(0, [7], judged=[0]), Read(1, [9], judged=[0])],
     "more tokens": [Read(0, [7, 3], judged=[0, 1]), Read(1, [8], judged=[0])],
-    "another sequence beside": [Read(0, [7], judged=[0]), Read(2, [8], judged=[0])],
+    "another sequence as well": [Read(0, [7], judged=[0]), Read(2, [8], judged=[0])],
 }
 
 
 @pytest.mark.parametrize("asked", OTHERS.values(), ids=list(OTHERS))
-def test_what_is_asked_for_is_read(asked: list[Read], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was begun ahead: here that 0 and 1 read 7 and 8."""
+def test_a_pass_reads_what_its_round_requests(asked: list[Read], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was begun ahead: here sequences 0 and 1 read tokens 7 and 8."""
     imagine_captures(monkeypatch)
     logits = []
     for ahead in (True, False):
@@ -145,8 +145,8 @@ def test_what_is_asked_for_is_read(asked: list[Read], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-def test_sequences_that_are_preempted_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a cache that holds two of four texts, in blocks that move."""
+def test_preempted_sequences_are_prefilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cache that holds two of four texts, with blocks that move."""
     monkeypatch.setattr(graphs, "PAUSE", 1)
     imagine_captures(monkeypatch)
     found = taken(monkeypatch)

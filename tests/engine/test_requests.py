@@ -1,4 +1,4 @@
-"""Requests without a tokenizer: what still can be served, and what is refused by name."""
+"""Request checks without a tokenizer: what can be served, and what is refused with which message."""
 
 import pytest
 
@@ -10,8 +10,10 @@ from forerun.sampling.params import SamplingParams
 from kit.texts import TOKENIZER
 
 
-def maker(arms: tuple[str, ...] = ()) -> RequestChecker:
-    return RequestChecker(None, vocab_size=9, max_length=6, eos_ids=(2,), default=Speculation(4), drafter_names=arms)
+def maker(drafters: tuple[str, ...] = ()) -> RequestChecker:
+    return RequestChecker(
+        None, vocab_size=9, max_length=6, eos_ids=(2,), default=Speculation(4), drafter_names=drafters
+    )
 
 
 def test_samples_share_all_but_their_number() -> None:
@@ -32,7 +34,7 @@ def test_samples_share_all_but_their_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "wish", "message"),
+    ("prompt", "params", "speculation", "message"),
     [
         ("text", {}, None, "prompt: this model has no tokenizer: give token ids"),
         ([1, 9], {}, None, "prompt: 9 is not a token id from 0 to 8"),
@@ -44,19 +46,21 @@ def test_samples_share_all_but_their_number() -> None:
         ([1], {"bad_words": "a"}, None, "bad_words: this model has no tokenizer"),
     ],
 )
-def test_refusals(prompt: str | list[int], params: dict[str, object], wish: object, message: str) -> None:
+def test_invalid_requests_are_refused_with_the_field_and_reason(
+    prompt: str | list[int], params: dict[str, object], speculation: object, message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        maker(("a",)).sequences(Request.of(prompt, SamplingParams(**params), wish))
+        maker(("a",)).sequences(Request.of(prompt, SamplingParams(**params), speculation))
 
 
-def test_prompts_end_before_the_context_does() -> None:
+def test_a_prompt_that_fills_the_context_is_refused() -> None:
     assert maker().sequences(Request.of([1] * 5, SamplingParams(max_tokens=None)))[0].room == 1
     for length in (6, 7):
         with pytest.raises(PromptTooLong, match=f"context length is 6 tokens, and {length} of the prompt"):
             maker().sequences(Request.of([1] * length, SamplingParams()))
 
 
-def test_a_request_goes_by_the_parameters_of_its_beginning() -> None:
+def test_changing_parameters_after_submission_has_no_effect() -> None:
     params = SamplingParams(max_tokens=2, seed=1)
     (sequence,) = maker().sequences(Request.of([1, 5], params))
     params.max_tokens = params.seed = 4
@@ -66,7 +70,7 @@ def test_a_request_goes_by_the_parameters_of_its_beginning() -> None:
     assert default.params is not maker().default_params
 
 
-def test_words_of_one_token_are_banned_tokens_and_others_are_met_with_and_without_a_blank() -> None:
+def test_bad_words_are_banned_in_every_spelling_with_and_without_a_space() -> None:
     with_texts = RequestChecker(TOKENIZER, 512, 64, eos_ids=(2,), default=Speculation(4))
     params = SamplingParams(bad_words=["the", " the", "Lily's"], banned_tokens=[9])
     (sequence,) = with_texts.sequences(Request.of("Once", params))

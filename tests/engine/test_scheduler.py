@@ -1,4 +1,4 @@
-"""Whatever the memory and the requests: rows fit, chunks are shared by arrival, the oldest goes on, all finish."""
+"""For any memory and requests: rows fit, chunks are shared by arrival, the oldest is never preempted, all finish."""
 
 from collections.abc import Sequence as Seq
 from itertools import zip_longest
@@ -22,10 +22,10 @@ def requests(max_length: int = 10_000) -> RequestChecker:
 
 
 def sequences(shapes: Seq[tuple[int, int]], tenants: str = "") -> list[Sequence]:
-    """One sequence per (prompt length, tokens to say), whose tenant is a letter of `tenants` if there are any."""
+    """One sequence per (prompt length, tokens to generate), whose tenant is a letter of `tenants`, if given."""
     maker, made = requests(), list[Sequence]()
-    for (prompt, say), tenant in zip_longest(shapes, tenants, fillvalue=""):
-        made += maker.sequences(Request.of([1] * prompt, SamplingParams(max_tokens=say), tenant=tenant))
+    for (prompt, num_new), tenant in zip_longest(shapes, tenants, fillvalue=""):
+        made += maker.sequences(Request.of([1] * prompt, SamplingParams(max_tokens=num_new), tenant=tenant))
     return made
 
 
@@ -40,8 +40,8 @@ def scheduler_of(cache: PagedCache, max_num_seqs: int, chunk_tokens: int, shares
 
 
 def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> list[tuple[int, list[int], list[int]]]:
-    """Rounds without a model until all have said what they should: (oldest running, rows, preempted) of each."""
-    cache, said, rounds, incoming = scheduler.cache, dict[int, int](), [], list(waiting)
+    """Rounds without a model until all sequences are finished: (oldest running, rows, preempted) of each round."""
+    cache, num_generated, rounds, incoming = scheduler.cache, dict[int, int](), [], list(waiting)
     for number in range(3000):
         for sequence in incoming[: arrivals[number % len(arrivals)]]:
             scheduler.submit(sequence)
@@ -65,13 +65,13 @@ def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> l
             if not row.draws:
                 continue
             sequence.tokens.append(2)
-            said[sequence.id] = said.get(sequence.id, 0) + 1
-            assert sequence.num_output == said[sequence.id]
-            if said[sequence.id] == sequence.params.max_tokens:
+            num_generated[sequence.id] = num_generated.get(sequence.id, 0) + 1
+            assert sequence.num_output == num_generated[sequence.id]
+            if num_generated[sequence.id] == sequence.params.max_tokens:
                 scheduler.finish(sequence)
                 cache.release([sequence.id])
         cache.check()
-    raise AssertionError("somebody never finishes")
+    raise AssertionError("a sequence never finishes")
 
 
 @given(
@@ -84,7 +84,7 @@ def play(scheduler: Scheduler, waiting: list[Sequence], arrivals: Seq[int]) -> l
     shares=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_all_fit_and_all_finish(
+def test_all_sequences_fit_and_finish_and_the_oldest_is_never_preempted(
     shapes: list[tuple[int, int]],
     block_size: int,
     slack: int,
@@ -93,11 +93,11 @@ def test_all_fit_and_all_finish(
     arrivals: list[int],
     shares: bool,
 ) -> None:
-    longest = max(prompt + say for prompt, say in shapes)
+    longest = max(prompt + num_new for prompt, num_new in shapes)
     scheduler = scheduler_of(cache_of(longest + slack, block_size), max_num_seqs, chunk_tokens, shares)
     everyone = sequences(shapes)
     rounds = play(scheduler, everyone, arrivals)
-    assert [s.num_output for s in everyone] == [say for _, say in shapes]
+    assert [s.num_output for s in everyone] == [num_new for _, num_new in shapes]
     assert all(s.status is Status.FINISHED for s in everyone)
     assert scheduler.cache.num_rows == 0
     for oldest, _, preempted in rounds:
@@ -105,8 +105,8 @@ def test_all_fit_and_all_finish(
     assert sum(s.num_preempted for s in everyone) == sum(len(preempted) for *_, preempted in rounds)
 
 
-def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    """Three that fit at first and not when they have grown."""
+def test_the_youngest_sequence_is_preempted() -> None:
+    """Three sequences fit at first, and no longer when they have grown."""
     scheduler = scheduler_of(cache_of(36, 4), 3, 100)
     everyone = sequences([(8, 9), (8, 9), (8, 9)])
     rounds = play(scheduler, everyone, [3])
@@ -116,7 +116,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
 
 
 def read(rows: Seq[RowPlan]) -> list[tuple[int, int, bool]]:
-    """What a pass reads: (id, tokens of its prompt, whether it draws); it is taken as read."""
+    """The rows of a pass as (id, prompt tokens, whether it draws), after marking these tokens as read."""
     for row in rows:
         row.sequence.num_read += row.num_chunk
     return [(row.sequence.id, row.num_chunk, row.draws) for row in rows]
@@ -137,12 +137,12 @@ def test_a_short_prompt_waits_for_one_pass_and_a_long_one_for_every_second() -> 
     for sequence in short:
         scheduler.submit(sequence)
     parts = [read(scheduler.plan()[0]) for _ in range(18)]
-    own = [sum(num for seq_id, num, _ in part if seq_id == 0) for part in parts]
-    assert own == [0, 10] * 9
+    of_long = [sum(num for seq_id, num, _ in part if seq_id == 0) for part in parts]
+    assert of_long == [0, 10] * 9
     assert [max((seq_id for seq_id, num, _ in part if num), default=0) for part in parts[::2]] == list(range(1, 10))
 
 
-def test_who_waits_can_leave() -> None:
+def test_a_waiting_sequence_can_be_finished() -> None:
     scheduler = scheduler_of(cache_of(400, 4), 1, 100)
     first, second = sequences([(5, 9), (5, 9)])
     scheduler.submit(first)
@@ -155,7 +155,7 @@ def test_who_waits_can_leave() -> None:
 
 
 def test_tenants_take_turns_in_the_batch() -> None:
-    """Whoever has the fewest running is next, and among those who came first; one that lost its place comes before."""
+    """The tenant with the fewest running sequences is next, among equals the earliest request."""
     scheduler = scheduler_of(cache_of(4000, 4), 3, 100)
     everyone = sequences([(9, 9)] * 8, "aaaaabcb")
     for sequence in everyone[:5]:
@@ -175,7 +175,7 @@ def test_tenants_take_turns_in_the_batch() -> None:
     assert not scheduler.waiting.queues
 
 
-def test_who_lost_its_place_comes_before_other_tenants() -> None:
+def test_a_preempted_sequence_resumes_before_other_tenants() -> None:
     scheduler = scheduler_of(cache_of(4000, 4), 2, 100)
     first, second, other = sequences([(9, 9)] * 3, "aab")
     scheduler.submit(first)

@@ -1,4 +1,4 @@
-"""What a drafter is shown of the target's states is what the target computes, whatever rounds the text came in."""
+"""A drafter receives the states that the target computes for a text, however the text is split into rounds."""
 
 import random
 from collections.abc import Callable, Hashable, Sequence
@@ -35,13 +35,13 @@ def bench_of() -> Callable[[str], Bench]:
 
 @dataclass(slots=True)
 class Listener:
-    """Guesses as `drafter` does, and keeps what it is shown of a text until that is forgotten: then it is checked."""
+    """Drafts as `drafter` does, and stores the states of each text; `forget` checks them."""
 
     drafter: Drafter
     check: Callable[[list[int], Tensor], None]
     taps: tuple[int, ...] = TAPS
     names: tuple[str, ...] = ("listener",)
-    told: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+    received: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
     num_forgotten: int = 0
     num_news: int = 0
 
@@ -53,21 +53,21 @@ class Listener:
         assert len(committed.features) == len(committed.tokens)
         self.num_news += 1
         for i, (seq_id, tokens, _) in enumerate(committed.rows()):
-            known, states = self.told.setdefault(seq_id, ([], []))
+            known, states = self.received.setdefault(seq_id, ([], []))
             known.extend(tokens)
             states.append(committed.features[committed.offsets[i] : committed.offsets[i + 1]].clone())
         self.drafter.observe(committed)
 
     def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
-        return 0  # it is to be shown all
+        return 0  # so that it receives the states of all tokens
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         return self.drafter.propose(draws, budgets, tail)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            if seq_id in self.told:
-                tokens, states = self.told.pop(seq_id)
+            if seq_id in self.received:
+                tokens, states = self.received.pop(seq_id)
                 self.check(tokens, torch.cat(states))
                 self.num_forgotten += 1
         self.drafter.forget(seq_ids)
@@ -76,17 +76,19 @@ class Listener:
 @pytest.mark.short("bfloat16-*")
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_features_are_those_of_a_text_read_at_once(bench_of: Callable[[str], Bench], name: str, shapes: str) -> None:
-    """To the bit: prompts in chunks, chains and trees of which any path was accepted, rows sent back and read anew.
+def test_a_drafter_receives_the_states_of_the_text_read_in_one_pass(
+    bench_of: Callable[[str], Bench], name: str, shapes: str
+) -> None:
+    """To the bit: with prompts in chunks, chains and trees, preempted sequences.
 
-    Where nothing is drafted tokens committed in several rounds come together.
+    If nothing is drafted, the tokens of several rounds arrive together.
     """
     bench, rng = bench_of(name), random.Random(3)
 
     def check(tokens: list[int], states: Tensor) -> None:
-        anew = Runner.of(bench.runner.decoder, 512).read([Read(0, tokens)], TAPS).taps
-        assert anew is not None
-        assert torch.equal(states, anew)
+        expected = Runner.of(bench.runner.decoder, 512).read([Read(0, tokens)], TAPS).taps
+        assert expected is not None
+        assert torch.equal(states, expected)
 
     options = EngineOptions(max_num_seqs=5, chunk_tokens=24)
     engine = bench.engine(None, 160, FixedDepth(), options)
@@ -101,8 +103,8 @@ def test_features_are_those_of_a_text_read_at_once(bench_of: Callable[[str], Ben
     with unchecked():
         while engine.has_work:
             engine.step()
-    assert engine.drafter is listener, "it raised nothing"
-    assert listener.num_forgotten > 8  # some were sent back
-    assert not listener.told
+    assert engine.drafter is listener, "the drafter raised no error"
+    assert listener.num_forgotten > 8  # more than there are requests: some were preempted
+    assert not listener.received
     assert (engine.stats.num_accepted > 20) == (shapes == "drafted")
     assert shapes == "drafted" or listener.num_news < 0.5 * engine.stats.num_rounds

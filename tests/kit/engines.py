@@ -30,7 +30,7 @@ def params_with(seed: int, **others: object) -> SamplingParams:
 
 
 @cache
-def alone(seed: int) -> dict[str, object]:
+def plain_answer(seed: int) -> dict[str, object]:
     """The answer of plain decoding to this seed's prompt, alone in the batch."""
     return dict(exact_parts(plain().generate(PROMPTS[seed % 5], params_with(seed), use_tqdm=False)[0]))
 

@@ -98,7 +98,7 @@ def by_turns(rows: Tensor, heads: int) -> Tensor:
 
 
 def draw(numbers: Tensor, kind: GGMLQuantizationType) -> NDArray[np.uint8]:
-    """Blocks of a format of DRAWN, of whatever weights that vary as these numbers do."""
+    """Random blocks of a format of DRAWN, whose weights vary as these numbers do."""
     (block, size), (places, factors) = GGML_QUANT_SIZES[kind], DRAWN[kind.name]
     bytes_ = np.random.default_rng(numbers.numel()).integers(0, 256, (numbers.numel() // block, size), dtype=np.uint8)
     for at, factor in zip(places, factors, strict=True):

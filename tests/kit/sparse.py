@@ -1,4 +1,4 @@
-"""Random models of families, as checkpoints beside the tokenizer of the stories models: with experts, and dense ones.
+"""Random models of families, as checkpoints with the tokenizer of the stories models: with experts, and dense ones.
 
 Each has something that the others do not have: Mixtral windows in all layers, Qwen2-MoE an expert that all tokens share
 and a dense layer, Qwen3-MoE head norms and many experts, gpt-oss sinks, biases and a bounded activation. Of the dense

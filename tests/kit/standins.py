@@ -98,7 +98,7 @@ def speculate(model: ToyModel, last: int, temperature: float, depth: int, rule: 
 class StandIn:
     """A server of one engine; with a `depth` it speculates. `url` is known while it runs.
 
-    A plain round takes `round_s`, a drafted one `cost` times that; each other request makes it longer by a share `crowd`.
+    A plain round takes `round_s`, a drafted one `cost` times that; each other request adds a share `crowd` to it.
     `likely` is the largest allowed number of log-probabilities. A `filtered` server draws from its two likeliest words
     only, without reporting it. `jitter` is the noise of logits from request to request, as with kernels that depend on
     the batch. `ends` is the word that ends texts.

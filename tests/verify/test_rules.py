@@ -28,16 +28,18 @@ def laws(rows: int, seed: int, vocab: int = VOCAB, dtype: torch.dtype = torch.fl
 def all_chains(q: Tensor, depth: int) -> tuple[DraftTree, Tensor, Tensor]:
     """Every chain of tokens from context-free laws q[step]: (tree, probability of each chain, row)."""
     vocab = q.shape[1]
-    guesses = torch.cartesian_prod(*[torch.arange(vocab)] * depth).view(-1, depth)
-    chance = torch.stack([q[step, guesses[:, step]] for step in range(depth)]).prod(0)
-    steps = torch.tensor([[*range(depth), -1]]).expand(len(guesses), -1)
-    tree = DraftTree.chains(torch.zeros(len(guesses), dtype=torch.int64), guesses, q=DraftLaw(steps, q[:depth]))
-    row = torch.arange(len(guesses) * (depth + 1)).view(-1, depth + 1)
+    draft_tokens = torch.cartesian_prod(*[torch.arange(vocab)] * depth).view(-1, depth)
+    chance = torch.stack([q[step, draft_tokens[:, step]] for step in range(depth)]).prod(0)
+    steps = torch.tensor([[*range(depth), -1]]).expand(len(draft_tokens), -1)
+    tree = DraftTree.chains(
+        torch.zeros(len(draft_tokens), dtype=torch.int64), draft_tokens, q=DraftLaw(steps, q[:depth])
+    )
+    row = torch.arange(len(draft_tokens) * (depth + 1)).view(-1, depth + 1)
     return tree, chance, row
 
 
 def survival(law: AcceptLaw) -> Tensor:
-    """P(at least n guesses accepted) for n = 1.. of every chain."""
+    """P(at least n draft tokens accepted) for n = 1.. of every chain."""
     chance = law.accept[:, 1:]
     if not law.last_success:
         return chance.cumprod(1)
@@ -45,7 +47,7 @@ def survival(law: AcceptLaw) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_block_is_token_for_one_guess(seed: int) -> None:
+def test_block_equals_token_for_one_draft_token(seed: int) -> None:
     p, q = laws(2, seed), laws(1, seed + 100)
     tree, _, row = all_chains(q, 1)
     p = p.repeat(len(row), 1)
@@ -68,7 +70,7 @@ def test_expected_tokens_of_the_token_rule_on_independent_positions(seed: int) -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_block_accepts_at_least_as_much_and_at_most_what_any_rule_can(seed: int) -> None:
+def test_block_accepts_at_least_as_much_as_token_and_at_most_the_overlap_of_strings(seed: int) -> None:
     """At every depth; no lossless rule accepts a string with more mass than min(p, q) of the string."""
     depth = 3
     p, q = laws(depth + 1, seed), laws(depth, seed + 100)
@@ -79,12 +81,12 @@ def test_block_accepts_at_least_as_much_and_at_most_what_any_rule_can(seed: int)
     assert (by_block >= by_token - 1e-12).all()
     for length in range(1, depth + 1):
         strings, mass, _ = all_chains(q[:length], length)
-        wanted = torch.stack([p[step, strings.tokens[:, step + 1]] for step in range(length)]).prod(0)
-        assert by_block[length - 1] <= torch.minimum(mass, wanted).sum() + 1e-12
+        target_mass = torch.stack([p[step, strings.tokens[:, step + 1]] for step in range(length)]).prod(0)
+        assert by_block[length - 1] <= torch.minimum(mass, target_mass).sum() + 1e-12
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_block_is_token_in_length_where_guesses_are_chosen(seed: int) -> None:
+def test_block_accepts_the_same_lengths_as_token_for_deterministic_drafts(seed: int) -> None:
     tree, _, row = all_chains(laws(3, seed), 3)
     p = laws(4, seed).repeat(len(row), 1)
     chosen = tree.without_law()
@@ -120,7 +122,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(dtype: torch.dtype) -> None:
         assert torch.equal(law.after, together.after[mine])
 
 
-def test_packed_rows_may_come_in_any_order_and_some_may_belong_to_no_node() -> None:
+def test_packed_rows_may_be_in_any_order_and_unused() -> None:
     tree, p, row = forest(4, torch.float64)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:15]
     spread = torch.full((20, VOCAB), 1 / VOCAB, dtype=p.dtype).index_copy(0, order, p)
@@ -137,7 +139,7 @@ def test_block_refuses_a_tree() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6))
-def test_follow_and_walk_go_where_a_loop_would(seed: int) -> None:
+def test_follow_and_walk_take_the_path_of_a_plain_loop(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tree, p, row = forest(seed, torch.float64)
     drawn = torch.randint(0, VOCAB, tree.tokens.shape, generator=generator)
@@ -163,7 +165,7 @@ def test_follow_and_walk_go_where_a_loop_would(seed: int) -> None:
         assert walked.node[b] == path[-1]
 
 
-def test_the_deepest_success_wins_in_block() -> None:
+def test_block_accepts_up_to_the_deepest_success() -> None:
     tree = DraftTree.chains(torch.tensor([0] * 4), torch.tensor([[1, 2, 3]] * 4))
     law = AcceptLaw(torch.full((4, 4), 0.5), torch.ones(16, 1), torch.arange(16).view(4, 4), last_success=True)
     uniform = torch.tensor([[0, 0.9, 0.9, 0.1], [0, 0.1, 0.9, 0.9], [0, 0.9, 0.9, 0.9], [0.0, 0.9, 0.1, 0.9]])

@@ -1,4 +1,4 @@
-"""sanitize: whatever comes in, a harmless tree comes out; a clean one passes; q is believed only where it may be."""
+"""sanitize: any input gives a valid tree, a clean one is unchanged, and q stays only where it is valid."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,7 +59,7 @@ def drafts(draw: st.DrawFn) -> tuple[DraftTree, Tensor, list[Limit]]:
 
 
 def by_hand(tree: DraftTree, row: int, root: int, limit: Limit) -> tuple[list[int], list[int]]:
-    """(tokens, parents) that may stay, decided node by node."""
+    """The (tokens, parents) that may stay, decided node by node."""
     tokens, parents = [root, *tree.tokens[row, 1:].tolist()], tree.parents[row].tolist()
     level: dict[int, int] = {0: 0}
     seen: set[tuple[int, int]] = set()
@@ -86,7 +86,7 @@ def by_hand(tree: DraftTree, row: int, root: int, limit: Limit) -> tuple[list[in
 
 @settings(max_examples=300, deadline=None)
 @given(drafts())
-def test_any_draft_becomes_harmless(draft: tuple[DraftTree, Tensor, list[Limit]]) -> None:
+def test_any_draft_becomes_a_valid_tree_within_limits(draft: tuple[DraftTree, Tensor, list[Limit]]) -> None:
     tree, roots, limits = draft
     clean = sanitize(tree, roots, limits, VOCAB)
     columns = clean.tokens.shape[1]
@@ -103,7 +103,7 @@ def test_any_draft_becomes_harmless(draft: tuple[DraftTree, Tensor, list[Limit]]
 
 
 def assert_law_is_readable(clean: DraftTree) -> None:
-    """Every row that is still named is a law; and the rules digest the tree."""
+    """Assert that every law that nodes refer to is one, and that the token rule accepts the tree."""
     rows = torch.where(clean.valid, clean.valid.flatten().long().cumsum(0).view_as(clean.tokens) - 1, 0)
     law = token_law(clean, torch.full((int(clean.valid.sum()), VOCAB), 1 / VOCAB), rows)
     assert ((law.accept >= 0) & (law.accept <= 1)).all()
@@ -150,8 +150,8 @@ def test_a_clean_draft_passes_unchanged() -> None:
     assert torch.equal(clean.q.dense(VOCAB), tree.q.dense(VOCAB))
 
 
-def believed(tree: DraftTree, limits: list[Limit] | None = None, roots: Tensor = ROOTS) -> list[bool]:
-    """Which sequences' laws are still believed."""
+def keeps_q(tree: DraftTree, limits: list[Limit] | None = None, roots: Tensor = ROOTS) -> list[bool]:
+    """For each sequence, whether its q is kept."""
     clean = sanitize(tree, roots, limits or loose(3), VOCAB)
     assert clean.q is not None
     return (clean.q.row >= 0).any(1).tolist()
@@ -176,14 +176,14 @@ def changed(name: str, b: int, i: int, value: int) -> DraftTree:
     ],
     ids=["out of range", "negative", "repeated sibling", "its own parent", "no parent", "a wrong root"],
 )
-def test_q_goes_with_what_an_honest_drafter_never_does(name: str, i: int, value: int) -> None:
-    """And stays with the sequences beside it."""
-    assert believed(example()) == [True, True, False]
-    assert believed(changed(name, 0, i, value)) == [False, True, False]
+def test_a_rule_violation_removes_the_q_of_its_sequence_only(name: str, i: int, value: int) -> None:
+    """The other sequences keep theirs."""
+    assert keeps_q(example()) == [True, True, False]
+    assert keeps_q(changed(name, 0, i, value)) == [False, True, False]
 
 
-def test_a_child_of_padding_is_no_honest_guess() -> None:
-    assert believed(changed("parents", 1, 3, 2)) == [True, False, False]
+def test_a_child_of_padding_removes_q() -> None:
+    assert keeps_q(changed("parents", 1, 3, 2)) == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -197,30 +197,30 @@ def test_a_child_of_padding_is_no_honest_guess() -> None:
     ],
     ids=["depth", "width", "a chain's number", "a tree's number", "that of all trees"],
 )
-def test_q_stays_where_a_limit_known_before_the_draw_cuts(width: int, limits: list[Limit], stays: bool) -> None:
-    """Which guesses of a tree come late may depend on what was drawn."""
-    assert believed(replace(example(), width=width), limits)[0] == stays
+def test_q_stays_if_a_limit_known_before_the_draw_cuts_the_tree(width: int, limits: list[Limit], stays: bool) -> None:
+    """The order of a tree's nodes may depend on what was drawn, so cutting by number removes q."""
+    assert keeps_q(replace(example(), width=width), limits)[0] == stays
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -0.25, 0.5, float("inf")])
-def test_q_goes_where_a_row_is_no_law(bad: float) -> None:
+def test_a_row_that_is_no_law_removes_q(bad: float) -> None:
     tree = example()
     assert tree.q is not None
     probs = tree.q.probs.clone()
     probs[0, 0] = bad
-    assert believed(replace(tree, q=replace(tree.q, probs=probs))) == [False, False, False]
+    assert keeps_q(replace(tree, q=replace(tree.q, probs=probs))) == [False, False, False]
     alone = replace(tree.q, probs=probs, row=torch.tensor([[1, 1, -1, -1, -1], [1, 0, -1, -1, -1], [-1] * 5]))
-    assert believed(replace(tree, q=alone)) == [True, False, False]
+    assert keeps_q(replace(tree, q=alone)) == [True, False, False]
 
 
 @pytest.mark.parametrize("ids", [[1, 1, 0], [VOCAB, 2, 0], [-1, 2, 0]])
-def test_q_goes_where_its_ids_repeat_or_do_not_exist(ids: list[int]) -> None:
+def test_repeated_or_unknown_ids_and_rows_remove_q(ids: list[int]) -> None:
     q = example().q
     assert q is not None
-    assert believed(replace(example(), q=replace(q, ids=torch.tensor([ids, [4, 1, 2]])))) == [False, False, False]
+    assert keeps_q(replace(example(), q=replace(q, ids=torch.tensor([ids, [4, 1, 2]])))) == [False, False, False]
     row = q.row.clone()
     row[1, 0] = 2
-    assert believed(replace(example(), q=replace(q, row=row))) == [True, False, False], "a row that does not exist"
+    assert keeps_q(replace(example(), q=replace(q, row=row))) == [True, False, False], "a row that does not exist"
 
 
 def unreadable_laws() -> list[DraftLaw]:
@@ -245,7 +245,7 @@ def unreadable_laws() -> list[DraftLaw]:
 
 
 @pytest.mark.parametrize("law", unreadable_laws())
-def test_a_law_of_the_wrong_shape_or_kind_is_dropped(law: DraftLaw) -> None:
+def test_a_law_of_the_wrong_shape_or_dtype_is_dropped(law: DraftLaw) -> None:
     clean = sanitize(hostile(example(), q=law), ROOTS, loose(3), VOCAB)
     assert clean.q is None
     assert torch.equal(clean.tokens, example().tokens)
@@ -265,14 +265,14 @@ def test_a_law_of_the_wrong_shape_or_kind_is_dropped(law: DraftLaw) -> None:
     ],
     ids=["float", "other integers", "batch", "shapes", "one row", "no columns", "depth 0", "negative depth"],
 )
-def test_tensors_that_are_no_draft_leave_the_roots(fields: dict[str, Any]) -> None:
+def test_tensors_that_are_no_tree_leave_the_roots_only(fields: dict[str, Any]) -> None:
     clean = sanitize(hostile(example(), **fields), ROOTS, loose(3), VOCAB)
     assert clean.tokens.tolist() == [[0], [3], [1]]
     assert clean.depth == 0
     assert clean.q is None
 
 
-def test_chains_that_a_runner_drew_are_looked_through_once_they_are_changed() -> None:
+def test_chains_drawn_by_a_runner_are_checked_only_if_changed() -> None:
     nodes = torch.tensor([[[5, 6, 7], [8, 9, -1]], [[-1, 0, 1], [-1, 0, -1]]])
     chains = Chains([HostTree.unseen(2), HostTree.unseen(1)], {}, nodes=nodes)
     roots, limits = nodes[0, :, 0], [Limit(2, 1, 2)] * 2
@@ -285,7 +285,7 @@ def test_chains_that_a_runner_drew_are_looked_through_once_they_are_changed() ->
 
 
 def test_columns_beyond_every_limit_are_cut_off() -> None:
-    """A million guesses must not reach anything quadratic."""
+    """A very long draft must not reach code of quadratic cost."""
     parents = torch.arange(-1, 99_999)[None]
     tree = DraftTree(torch.ones(1, 100_000, dtype=torch.int64), parents, depth=99_999)
     clean = sanitize(tree, torch.tensor([1]), [Limit(3, 1, 3)], VOCAB)

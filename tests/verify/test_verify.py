@@ -31,34 +31,32 @@ def logits_of(tree: DraftTree) -> Tensor:
 
 
 def plain(text: list[int], count: int, temperature: float) -> list[int]:
-    """Plain decoding: one token a round, nothing guessed."""
+    """Plain decoding: one token per round, no draft."""
     for _ in range(count):
         draws = draws_for([text], temperature=temperature)
         text = [*text, int(draws.draw(MODEL[[text[-1]]], draws.roots()))]
     return text
 
 
-def said(tree: DraftTree, verdict: Verdict, b: int) -> list[int]:
+def emitted(tree: DraftTree, verdict: Verdict, b: int) -> list[int]:
     path = verdict.path[b][: verdict.length[b] + 1].tolist()
     return [*tree.tokens[b, path[1:]].tolist(), int(verdict.next_token[b])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @EVERY
-def test_guesses_without_a_law_are_the_targets_own_tokens_under_every_rule(
-    rule: Verification, temperature: float
-) -> None:
-    """A ragged batch: right to the end, right at first, wrong, and nothing guessed."""
+def test_without_a_law_every_rule_emits_the_tokens_of_plain_decoding(rule: Verification, temperature: float) -> None:
+    """A ragged batch: rows with all tokens right, the first one right, none right, and no draft."""
     texts = [[1, 2], [5], [3, 3, 3], [7, 1]]
     truth = [plain(text, 4, temperature)[len(text) :] for text in texts]
     wrong = [(truth[1][1] + 1) % VOCAB, (truth[2][0] + 1) % VOCAB]
-    guesses = torch.tensor([truth[0][:3], [truth[1][0], wrong[0], truth[1][2]], [wrong[1], 0, -1], [-1, -1, -1]])
-    tree = DraftTree.chains(torch.tensor([text[-1] for text in texts]), guesses)
+    draft_tokens = torch.tensor([truth[0][:3], [truth[1][0], wrong[0], truth[1][2]], [wrong[1], 0, -1], [-1, -1, -1]])
+    tree = DraftTree.chains(torch.tensor([text[-1] for text in texts]), draft_tokens)
     draws = draws_for(texts, temperature=temperature, rejection=rule != "coupled")
     verdict = verify(tree, logits_of(tree), draws, rule)
     assert verdict.length.tolist() == [3, 1, 0, 0]
     for b, text in enumerate(truth):
-        assert said(tree, verdict, b) == text[: verdict.length[b] + 1]
+        assert emitted(tree, verdict, b) == text[: verdict.length[b] + 1]
 
 
 def with_law(tree: DraftTree, law: Tensor) -> DraftTree:
@@ -67,7 +65,7 @@ def with_law(tree: DraftTree, law: Tensor) -> DraftTree:
 
 
 def mixed_trees(seed: int) -> list[DraftTree]:
-    """Nothing guessed, a chain and a tree without a law, chains and trees with one, each alone in its batch."""
+    """A root, a chain and a tree, each without and with a law, each alone in its batch."""
     chance = torch.Generator().manual_seed(seed)
     law = torch.rand(1, VOCAB, generator=chance).softmax(1)
     shapes = {"bare": [], "chain": [0, 1, 2], "tree": [0, 0, 1, 1]}
@@ -86,7 +84,7 @@ def mixed_trees(seed: int) -> list[DraftTree]:
 
 
 def side_by_side(trees: list[DraftTree]) -> DraftTree:
-    """The trees as one draft; laws as they are, and the same for none."""
+    """The trees as one draft; rows without a law stay without."""
     columns = max(tree.tokens.shape[1] for tree in trees)
     tokens, parents = (
         torch.cat([torch.nn.functional.pad(own, (0, columns - own.shape[1]), value=-1) for own in each])
@@ -104,22 +102,22 @@ def side_by_side(trees: list[DraftTree]) -> DraftTree:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_each_row_is_judged_as_it_would_be_alone_beside_rows_of_every_kind(rule: Verification, seed: int) -> None:
+def test_a_row_gets_the_same_verdict_alone_and_in_any_batch(rule: Verification, seed: int) -> None:
     trees, rng = mixed_trees(seed), random.Random(seed)
     texts = [[7] * i + [int(tree.tokens[0, 0])] for i, tree in enumerate(trees)]
     alone = []
     for tree, text in zip(trees, texts, strict=True):
         verdict = verify(tree, logits_of(tree), draws_for([text], rejection=True), rule)
-        alone.append(said(tree, verdict, 0))
+        alone.append(emitted(tree, verdict, 0))
     for _ in range(6):
         rows = rng.sample(range(len(trees)), rng.randint(1, len(trees)))
         tree = side_by_side([trees[row] for row in rows])
         verdict = verify(tree, logits_of(tree), draws_for([texts[row] for row in rows], rejection=True), rule)
-        assert [said(tree, verdict, b) for b in range(len(rows))] == [alone[row] for row in rows]
+        assert [emitted(tree, verdict, b) for b in range(len(rows))] == [alone[row] for row in rows]
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_law_is_not_judged_with_the_noise_that_drew_it(rule: Verification) -> None:
+def test_a_declared_law_with_coupled_noise_is_refused_by_rejection_rules(rule: Verification) -> None:
     tree = with_law(DraftTree.chains(torch.tensor([2]), torch.tensor([[4]])), torch.full((VOCAB,), 1 / VOCAB))
     with pytest.raises(AssertionError, match="coupled noise would be used twice"):
         verify(tree, logits_of(tree), draws_for([[1, 2]]), rule)
