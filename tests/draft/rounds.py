@@ -1,4 +1,4 @@
-"""Hand-made rounds for tests of drafters: rows of text, told in any chunks, and the draws of a round."""
+"""Hand-made rounds for tests of drafters: rows of text, committed in any chunks, and the draws of a round."""
 
 import random
 from collections.abc import Hashable, Sequence
@@ -15,7 +15,7 @@ from forerun.sampling.params import SamplingParams
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence and all of its text, the root last, and whose it is."""
+    """A sequence with its entire text, the root last, its tenant and the length of its prompt."""
 
     seq_id: int
     text: Sequence[int]
@@ -24,7 +24,7 @@ class Row:
 
 
 def committed(rows: Sequence[Row], starts: Sequence[int] | None = None) -> Committed:
-    """News of each row's text from `starts` on (what was told before, roots not counted)."""
+    """The `Committed` of each row's text from `starts` on: the number of tokens committed before, without roots."""
     tokens: list[int] = []
     offsets = [0]
     for row, start in zip(rows, starts or [0] * len(rows), strict=True):
@@ -41,19 +41,19 @@ def committed(rows: Sequence[Row], starts: Sequence[int] | None = None) -> Commi
 
 
 def chunked(rows: Sequence[Row], seed: int) -> list[Committed]:
-    """The same news in random pieces: each row is told in its own steps, some of which bring nothing new."""
+    """The rows' texts as several `Committed` of random pieces, some of which have no new tokens of a row."""
     rng = random.Random(seed)
-    told = dict.fromkeys(range(len(rows)), 0)  # tokens told, the root not counted
+    done = dict.fromkeys(range(len(rows)), 0)  # committed tokens by row, without the root
     pieces = []
-    while any(told[i] < len(row.text) - 1 for i, row in enumerate(rows)) or not pieces:
+    while any(done[i] < len(row.text) - 1 for i, row in enumerate(rows)) or not pieces:
         chosen = sorted(rng.sample(range(len(rows)), rng.randint(1, len(rows))), key=lambda _: rng.random())
         if not pieces:
             chosen = list(range(len(rows)))
-        ends = {i: min(len(rows[i].text) - 1, told[i] + rng.randint(0, 6)) for i in chosen}
+        ends = {i: min(len(rows[i].text) - 1, done[i] + rng.randint(0, 6)) for i in chosen}
         pieces.append(
-            committed([replace(rows[i], text=rows[i].text[: ends[i] + 1]) for i in chosen], [told[i] for i in chosen])
+            committed([replace(rows[i], text=rows[i].text[: ends[i] + 1]) for i in chosen], [done[i] for i in chosen])
         )
-        told |= ends
+        done |= ends
     return pieces
 
 
@@ -67,10 +67,10 @@ def draws_of(
 
 
 @dataclass(slots=True)
-class Beside:
-    """A drafter beside the target that it drafts for, which has read what is final: some read in its cache.
+class DrafterWithTarget:
+    """A drafter and the target that it drafts for, which reads committed text: some drafters use the target's cache.
 
-    Whatever features the news have, it is shown the target's own.
+    The drafter receives the features that this target computes, whatever the `Committed` has.
     """
 
     target: Runner
@@ -98,7 +98,7 @@ class Beside:
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         draft = self.drafter.propose(draws, budgets, tail)
-        self.target.drop(draws.seq_ids)  # a round that ends here
+        self.target.drop(draws.seq_ids)  # the round ends here
         return draft
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:

@@ -1,4 +1,4 @@
-"""`auto` takes the best drafter that lies beside the target, by what its record says, and by nothing else."""
+"""`auto` chooses the best drafter in or next to the target's folder, by the record files of drafters alone."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ AUTO = DraftSpec("auto")
 
 @pytest.fixture
 def target(tmp_path: Path) -> Blueprint:
-    """A target in a folder with room for others beside it."""
+    """A target in a folder to which a test adds drafters next to it."""
     shutil.copytree(TARGET, tmp_path / "family" / "target")
     return Blueprint.of(str(tmp_path / "family" / "target"))
 
@@ -37,7 +37,7 @@ def put(folder: Path, of: Blueprint, **values: object) -> Path:
     return folder
 
 
-def test_the_greatest_predicted_speed_up_wins_inside_the_targets_folder_and_next_to_it(target: Blueprint) -> None:
+def test_the_drafter_with_the_largest_predicted_speed_up_is_chosen(target: Blueprint) -> None:
     family = target.folder.parent
     put(family / "a", target, tokens_per_round=(9.0,))
     best = put(family / "b", target, drafter="early-exit", argument="2:", speed_up=1.3)
@@ -49,20 +49,20 @@ def test_the_greatest_predicted_speed_up_wins_inside_the_targets_folder_and_next
     assert mixed.members == (DraftSpec("suffix"), DraftSpec("eagle", argument=str(inside)))
 
 
-def test_what_was_not_timed_is_taken_only_where_nothing_timed_pays(target: Blueprint) -> None:
+def test_a_drafter_without_times_is_chosen_only_if_no_timed_one_is_faster(target: Blueprint) -> None:
     family = target.folder.parent
     put(family / "timed", target, speed_up=0.9, tokens_per_round=(9.0,))
     put(family / "few", target, speed_up=None, tokens_per_round=(1.5, 1.6))
     many = put(family / "many", target, speed_up=None, tokens_per_round=(1.4, 1.8))
     assert resolve_auto(AUTO, target) == DraftSpec("medusa", argument=str(many))
-    pays = put(family / "pays", target, speed_up=1.01)
-    assert resolve_auto(AUTO, target) == DraftSpec("medusa", argument=str(pays))
+    faster = put(family / "faster", target, speed_up=1.01)
+    assert resolve_auto(AUTO, target) == DraftSpec("medusa", argument=str(faster))
 
 
 @pytest.mark.parametrize(
     "values", [{"target": "another"}, {"speed_up": 1.0}, {"speed_up": 0.7}, {"tokens_per_round": ()}]
 )
-def test_where_nothing_is_of_use_it_is_suffix(values: dict[str, object], target: Blueprint) -> None:
+def test_without_a_useful_drafter_it_is_suffix(values: dict[str, object], target: Blueprint) -> None:
     assert resolve_auto(AUTO, target) == DraftSpec("suffix")
     put(target.folder.parent / "a", target, **values)
     assert resolve_auto(AUTO, target) == DraftSpec("suffix")
@@ -71,7 +71,7 @@ def test_where_nothing_is_of_use_it_is_suffix(values: dict[str, object], target:
 def test_a_drafter_is_found_for_every_number_format_of_its_target_and_for_no_other_model(
     target: Blueprint, tmp_path: Path
 ) -> None:
-    """By its norms, which all formats keep; and in a mix with what its record says, unless it stands in one."""
+    """A target is recognised by its norms, which all formats store; a record may name a second drafter for a mix."""
     source = load_file(target.folder / "model.safetensors")
     rounded = {name: t if name.endswith("norm.weight") else (t * 64).round() / 64 for name, t in source.items()}
     other = rounded | {FINAL_NORM: source[FINAL_NORM] * 1.5}
@@ -101,16 +101,14 @@ CHANGES: list[dict[str, object]] = [{"mixed_with": 5}, {"mixed_with": "no such["
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"drafter": "medusa"}', *CHANGES], ids=str)
-def test_a_damaged_record_and_one_with_a_value_that_cannot_be_are_none(
-    damage: str | dict[str, object], target: Blueprint
-) -> None:
+def test_damaged_records_and_impossible_values_are_ignored(damage: str | dict[str, object], target: Blueprint) -> None:
     file = put(target.folder.parent / "a", target) / RECORD
     file.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(file.read_text()) | damage))
     assert DrafterRecord.read(file.parent) is None
     assert resolve_auto(AUTO, target) == DraftSpec("suffix")
 
 
-def test_a_record_is_read_as_it_was_written(target: Blueprint, tmp_path: Path) -> None:
+def test_a_record_survives_writing_and_reading(target: Blueprint, tmp_path: Path) -> None:
     folder = tmp_path / "of, [brackets]"
     draft = str(DraftSpec("early-exit", argument=f"2:{folder}"))
     found = {"target": "x", "temperature": 0.0, "acceptance_at_depth": (0.5, 0.25), "tokens_per_round": (1.5,)}
@@ -130,7 +128,7 @@ def test_other_weights_have_another_digest_and_other_settings_the_same(target: B
     assert other.weights_digest() != target.weights_digest()
 
 
-def test_an_engine_drafts_with_what_was_chosen_and_says_which(target: Blueprint) -> None:
+def test_an_engine_drafts_with_the_chosen_drafter_and_logs_it(target: Blueprint) -> None:
     folder = heads_of(TARGET, target.folder.parent / "heads", 3)
     put(folder, target)
     params = SamplingParams(seed=4, max_tokens=40)

@@ -1,6 +1,6 @@
-"""A cascade drafts what its judge would draft alone, in fewer passes, after any history and in any want of memory.
+"""A cascade drafts what its judge would draft alone, in fewer passes, after any history and with any cache size.
 
-The lengths that it chooses are those of simulated rounds of known prices.
+The lengths that it chooses are compared with the best ones in simulated rounds of known costs.
 """
 
 import random
@@ -42,7 +42,7 @@ def large() -> Runner:
 
 
 def model(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
-    """A drafter on these weights, with a cache of its own."""
+    """A model drafter with these weights and its own cache."""
     return ModelDrafter(CountingRunner.of(loaded.decoder, num_tokens), VOCAB)
 
 
@@ -50,12 +50,12 @@ def cascade(lower: Drafter, judge: ModelDrafter, length: int = 3) -> CascadeDraf
     return CascadeDrafter(lower, judge, FixedLength(length))
 
 
-def told(drafter: Drafter, rows: Sequence[Row]) -> Drafter:
+def observed(drafter: Drafter, rows: Sequence[Row]) -> Drafter:
     drafter.observe(committed(rows))
     return drafter
 
 
-def guesses(draft: Draft) -> list[list[int]]:
+def chains_of(draft: Draft) -> list[list[int]]:
     """The chains, roots first."""
     return [[token for token in row if token >= 0] for row in draft.tree.tokens.tolist()]
 
@@ -66,12 +66,12 @@ CHAINS = [Budget(7), Budget(1), Budget(0), Budget(5), Budget(3)]
 
 
 def lowers(small: Runner, large: Runner) -> list[Drafter]:
-    """From good to bad, and a cascade."""
+    """Lower members, from good to bad, and a cascade among them."""
     return [model(large), model(small), NgramDrafter(), cascade(NgramDrafter(), model(small), 2), Silent(), Wild()]
 
 
 class Silent(Stateless):
-    """Never guesses."""
+    """Never drafts."""
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         return Draft(DraftTree.bare(draws.roots_tokens))
@@ -81,7 +81,7 @@ class Silent(Stateless):
 
 
 class Wild(Silent):
-    """Guesses what it was not asked for: too wide, too deep, out of range."""
+    """Drafts trees that break all rules: too wide, too deep, ids out of range."""
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         batch = len(draws.rows)
@@ -93,19 +93,21 @@ class Wild(Silent):
 @pytest.mark.short("0-0.0", "3-1.0", "5-1.0", "7-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_it_drafts_what_its_judge_would_alone(small: Runner, large: Runner, temperature: float, length: int) -> None:
-    """Token for token, whoever guesses and however many guesses are asked for at a time."""
-    alone = told(model(large), ROWS).propose(draws_of(ROWS, VOCAB, temperature=temperature), CHAINS)
-    assert [len(chain) - 1 for chain in guesses(alone)] == [7, 1, 0, 5, 3]
+def test_a_cascade_drafts_what_its_judge_would_draft_alone(
+    small: Runner, large: Runner, temperature: float, length: int
+) -> None:
+    """Token for token, with any lower member and any number of tokens per inner round."""
+    alone = observed(model(large), ROWS).propose(draws_of(ROWS, VOCAB, temperature=temperature), CHAINS)
+    assert [len(chain) - 1 for chain in chains_of(alone)] == [7, 1, 0, 5, 3]
     for lower in lowers(small, large):
-        drafter = told(cascade(lower, model(large), length), ROWS)
+        drafter = observed(cascade(lower, model(large), length), ROWS)
         found = drafter.propose(draws_of(ROWS, VOCAB, temperature=temperature), BUDGETS)
-        assert guesses(found) == guesses(alone)
+        assert chains_of(found) == chains_of(alone)
         assert found.tree.q is None
 
 
-def test_with_penalties_and_processors_it_drafts_what_its_judge_would_alone(small: Runner, large: Runner) -> None:
-    """What parameters do to a token depends on the text before it: here also on what was emitted inside the round."""
+def test_with_penalties_and_processors_it_drafts_what_its_judge_would_draft_alone(small: Runner, large: Runner) -> None:
+    """The effect of parameters depends on the text before a token, here also on tokens emitted inside the round."""
     seen: list[tuple[int, ...]] = []
 
     def banned_after_itself(text: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
@@ -117,10 +119,10 @@ def test_with_penalties_and_processors_it_drafts_what_its_judge_would_alone(smal
     for more in ({}, {"logits_processors": [banned_after_itself]}, {"min_tokens": 4}):
         draws = draws_of(ROWS, VOCAB)
         rows = [type(r)(r.seq_id, SamplingParams(**{**vars_of(params), **more}), 9, 0, r.tokens, 1) for r in draws.rows]
-        alone = told(model(large), ROWS).propose(Draws(rows, VOCAB), CHAINS)
+        alone = observed(model(large), ROWS).propose(Draws(rows, VOCAB), CHAINS)
         for lower in (model(small), NgramDrafter()):
-            found = told(cascade(lower, model(large)), ROWS).propose(Draws(rows, VOCAB), CHAINS)
-            assert guesses(found) == guesses(alone)
+            found = observed(cascade(lower, model(large)), ROWS).propose(Draws(rows, VOCAB), CHAINS)
+            assert chains_of(found) == chains_of(alone)
     assert seen
 
 
@@ -130,71 +132,71 @@ def vars_of(params: SamplingParams) -> dict[str, object]:
 
 @pytest.mark.parametrize("length", [length for length in LENGTHS if length > 0])
 def test_a_good_lower_member_saves_passes(large: Runner, length: int) -> None:
-    """One that is always right: each pass gives the guesses and one token more, and only new tokens are read."""
+    """With a lower member that is always right, each pass emits its tokens and one more, and reads only new tokens."""
     judge, row = model(large), Row(0, story(30, 0))
-    drafter = told(cascade(model(large), judge, length), [row])
+    drafter = observed(cascade(model(large), judge, length), [row])
     draws = draws_of([row], VOCAB, temperature=1.0)
     drafter.propose(draws, [Budget(1)])  # the prompt
     passes, read = judge.runner.num_passes, judge.runner.num_read
     depth = 8
-    chain = guesses(drafter.propose(draws, [Budget(depth)]))[0]
+    chain = chains_of(drafter.propose(draws, [Budget(depth)]))[0]
     assert len(chain) == depth + 1
     assert judge.runner.num_passes - passes == -(-depth // (length + 1))
     assert judge.runner.num_read - read == depth  # the root and all but the last, each of them once
     drafter.observe(committed([Row(0, [*row.text, *chain[1:], 99])], [len(row.text) - 1]))
     read = judge.runner.num_read
     drafter.propose(draws_of([Row(0, [*row.text, *chain[1:], 99])], VOCAB, temperature=1.0), [Budget(1)])
-    assert judge.runner.num_read - read == 2  # the last guess, which nobody had read, and the root
+    assert judge.runner.num_read - read == 2  # the last draft token, which was not read yet, and the root
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rejection", [False, True])
-def test_where_guesses_do_not_pay_the_judge_drafts_in_one_call(
+def test_if_the_lower_member_costs_time_the_judge_drafts_alone_in_one_call(
     small: Runner, large: Runner, temperature: float, rejection: bool
 ) -> None:
-    """The lower member is not asked, and tokens and laws are those of the judge without a cascade."""
+    """The lower member is not called, and tokens and laws are those of the judge without a cascade."""
     draws = draws_of(ROWS, VOCAB, temperature=temperature, rejection=rejection)
-    alone = told(model(large), ROWS).propose(draws, CHAINS)
+    alone = observed(model(large), ROWS).propose(draws, CHAINS)
     lower, lengths = model(small), MeasuredLengths()
-    drafter = told(CascadeDrafter(lower, model(large), lengths), ROWS)
-    for _ in range(40):  # guesses that take long and are always wrong
+    drafter = observed(CascadeDrafter(lower, model(large), lengths), ROWS)
+    for _ in range(40):  # drafts of the lower member that take long and are always rejected
         lengths.count([row.seq_id for row in ROWS], [(4, 0)] * len(ROWS))
         lengths.time(RoundTiming(4, 9.0, 5, 0.01))
     found = drafter.propose(draws, BUDGETS)
-    assert guesses(found) == guesses(alone)
+    assert chains_of(found) == chains_of(alone)
     assert lower.runner.num_passes == 0
     if not rejection:
         assert found.tree.q is None
         return
-    own, its = laws_of(found), laws_of(alone)
-    assert any(map(len, its)) == (temperature > 0)
-    assert all(map(torch.equal, own, its))
+    laws, laws_alone = laws_of(found), laws_of(alone)
+    assert any(map(len, laws_alone)) == (temperature > 0)
+    assert all(map(torch.equal, laws, laws_alone))
 
 
 def laws_of(draft: Draft) -> list[torch.Tensor]:
-    """Of every row the laws that its guesses were drawn from, if any."""
+    """For every row the laws that its draft tokens were drawn from, if any."""
     law = draft.tree.q
     if law is None:
         return [torch.empty(0, VOCAB)] * len(draft.tree.tokens)
-    rows = [law.row[i, : len(own) - 1] for i, own in enumerate(guesses(draft))]
+    rows = [law.row[i, : len(chain) - 1] for i, chain in enumerate(chains_of(draft))]
     return [law.probs[row[row >= 0]] for row in rows]
 
 
-def test_a_lower_model_reads_what_was_emitted_once(small: Runner, large: Runner) -> None:
-    """Behind a tail it goes on from what it read for the tail before."""
+def test_a_lower_model_reads_emitted_tokens_once(small: Runner, large: Runner) -> None:
+    """After a tail it continues from what it read for the tail before."""
     lower, row = model(small), Row(0, story(30, 0))
-    drafter = told(cascade(lower, model(large), 1), [row])
+    drafter = observed(cascade(lower, model(large), 1), [row])
     draws = draws_of([row], VOCAB, temperature=1.0)
     drafter.propose(draws, [Budget(2)])
     read, passes = lower.runner.num_read, lower.runner.num_passes
     drafter.propose(draws, [Budget(12)])
     num_rounds = lower.runner.num_passes - passes
     assert num_rounds >= 6
-    assert lower.runner.num_read - read <= 2 * num_rounds  # the root, and what stood in a wrong guess's place
+    assert lower.runner.num_read - read <= 2 * num_rounds  # the root, and the token that replaced a rejected one
 
 
-def test_it_keeps_within_its_judges_context(small: Runner, large: Runner) -> None:
-    """As deep as the judge alone, with a tail and without; the lower member's own limit counts where that is 0."""
+def test_a_cascade_stays_within_its_judges_context(small: Runner, large: Runner) -> None:
+    """As deep as the judge alone, with a tail and without; where the judge's limit is 0, the lower member's counts."""
     judge = model(small)  # 256 positions
     drafter = cascade(Silent(), judge, 3)
     for length, limit in ((250, 7), (254, 3), (255, 2), (256, 1), (257, 0), (300, 0)):
@@ -206,25 +208,25 @@ def test_it_keeps_within_its_judges_context(small: Runner, large: Runner) -> Non
         tail = committed([longer], [length - 1])
         assert drafter.propose(draws_of([longer], VOCAB), [Budget(9)], tail).tree.depth == max(0, limit - 2)
         drafter.forget([length])
-    beyond = told(cascade(model(small), model(large), 3), [Row(0, story(300, 0))])
+    beyond = observed(cascade(model(small), model(large), 3), [Row(0, story(300, 0))])
     assert beyond.propose(draws_of([Row(0, story(300, 0))], VOCAB), [Budget(4)]).tree.depth == 4
 
 
-def test_want_of_memory_changes_how_deep_it_goes_or_who_guesses(small: Runner, large: Runner) -> None:
-    """What the judge has room for is its own chain, as far as it got; all else is the lower member's."""
+def test_with_too_little_cache_drafts_are_shallower_or_the_lower_members(small: Runner, large: Runner) -> None:
+    """A row is drafted by the judge as far as its cache allows, and otherwise by the lower member."""
     rows = [Row(s, story(50 + 5 * s, s)) for s in range(4)]
     draws, budgets = draws_of(rows, VOCAB, temperature=1.0), [Budget(12)] * 4
-    enough, below = (guesses(told(model(loaded), rows).propose(draws, budgets)) for loaded in (large, small))
+    enough, below = (chains_of(observed(model(loaded), rows).propose(draws, budgets)) for loaded in (large, small))
     for num_lower in (0, 64, 2048):
-        alone = guesses(told(model(small, num_lower), rows).propose(draws, budgets))
+        alone = chains_of(observed(model(small, num_lower), rows).propose(draws, budgets))
         for num_tokens in (0, 64, 128, 192, 256, 2048):
             drafter = cascade(model(small, num_lower), model(large, num_tokens), 3)
-            told(drafter, rows)
-            found = guesses(drafter.propose(draws, budgets))
-            own = [len(chain) > 1 and chain == full[: len(chain)] for chain, full in zip(found, enough, strict=True)]
-            assert any(own) == (num_tokens > 0)
-            assert all(own) or num_tokens < 2048
-            assert all(j or chain == b[: len(chain)] for chain, b, j in zip(found, below, own, strict=True))
+            observed(drafter, rows)
+            found = chains_of(drafter.propose(draws, budgets))
+            judged = [len(chain) > 1 and chain == full[: len(chain)] for chain, full in zip(found, enough, strict=True)]
+            assert any(judged) == (num_tokens > 0)
+            assert all(judged) or num_tokens < 2048
+            assert all(j or chain == b[: len(chain)] for chain, b, j in zip(found, below, judged, strict=True))
             assert num_tokens or found == alone
             assert [len(chain) for chain in found] == [13] * 4 or min(num_tokens, num_lower) < 2048
             for member in (drafter.lower, drafter.judge):
@@ -233,27 +235,29 @@ def test_want_of_memory_changes_how_deep_it_goes_or_who_guesses(small: Runner, l
             assert drafter.judge.runner.cache.num_free_tokens == num_tokens
 
 
-def test_without_a_judge_it_drafts_what_the_lower_member_would_alone(small: Runner, large: Runner) -> None:
-    """Beyond the judge's context, or without memory for it: behind tails too, and with the same laws and limits."""
-    rows = [Row(s, story(250 + 3 * s, s)) for s in range(4)]  # the judge has room for two
+def test_without_its_judge_a_cascade_drafts_what_the_lower_member_would_alone(small: Runner, large: Runner) -> None:
+    """Beyond the judge's context, or without memory for it: after tails too, and with the same laws and limits."""
+    rows = [Row(s, story(250 + 3 * s, s)) for s in range(4)]  # the judge's context is long enough for two
     for lower in (lambda: model(large), lambda: cascade(NgramDrafter(), model(large))):
         for rejection in (False, True):
             draws = draws_of(rows, VOCAB, temperature=1.0, rejection=rejection)
-            drafter, alone = told(cascade(lower(), model(small)), rows), told(lower(), rows)
+            drafter, alone = observed(cascade(lower(), model(small)), rows), observed(lower(), rows)
             found, expected = (d.propose(draws, [Budget(4)] * 4) for d in (drafter, alone))
-            assert guesses(found)[3] == guesses(expected)[3]
+            assert chains_of(found)[3] == chains_of(expected)[3]
             assert drafter.outlook([3]).limit == alone.outlook([3]).limit
             assert (found.tree.q is None) == (expected.tree.q is None) == (not rejection)
             if found.tree.q is not None and expected.tree.q is not None:
-                own, other = (q.dense(VOCAB)[q.row[3, :4]] for q in (found.tree.q, expected.tree.q))
-                assert torch.equal(own, other)
+                one, other = (q.dense(VOCAB)[q.row[3, :4]] for q in (found.tree.q, expected.tree.q))
+                assert torch.equal(one, other)
             longer = [Row(3, [*rows[3].text, 5, 6])]
             tail, late = committed(longer, [len(rows[3].text) - 1]), draws_of(longer, VOCAB, rejection=rejection)
-            assert guesses(drafter.propose(late, [Budget(3)], tail)) == guesses(alone.propose(late, [Budget(3)], tail))
+            assert chains_of(drafter.propose(late, [Budget(3)], tail)) == chains_of(
+                alone.propose(late, [Budget(3)], tail)
+            )
 
 
-def test_guesses_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: Runner) -> None:
-    """A target with more ids than the judge: what the lower member copies may have no embedding there."""
+def test_draft_tokens_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: Runner) -> None:
+    """With a target that has more ids than the judge, draft tokens of the lower member may have no embedding in it."""
     wide = 600
     judge = model(large)
     judge.vocab_size = wide
@@ -265,15 +269,15 @@ def test_guesses_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: R
 
     for rejection in (False, True):
         row = Row(0, story(20, 4))
-        alone = told(ModelDrafter(Runner.of(large.decoder, 256), wide), [row])
+        alone = observed(ModelDrafter(Runner.of(large.decoder, 256), wide), [row])
         draws = draws_of([row], wide, rejection=rejection)
-        found = told(cascade(Beyond(), judge, 3), [row]).propose(draws, [Budget(4)])
-        assert guesses(found) == guesses(alone.propose(draws, [Budget(4)]))
+        found = observed(cascade(Beyond(), judge, 3), [row]).propose(draws, [Budget(4)])
+        assert chains_of(found) == chains_of(alone.propose(draws, [Budget(4)]))
         judge.forget([0])
 
 
-def test_on_passes_of_fixed_shape_it_drafts_what_its_judge_would_alone() -> None:
-    """The runner of GPUs, whose draft models leave their guesses on the device."""
+def test_with_passes_of_fixed_shape_it_drafts_what_its_judge_would_draft_alone() -> None:
+    """With the runner of GPUs, whose draft models leave their tokens on the device."""
     fixed = Placement(torch.device("cpu"), fixed=True)
 
     def made(folder: Path) -> ModelDrafter:
@@ -282,15 +286,15 @@ def test_on_passes_of_fixed_shape_it_drafts_what_its_judge_would_alone() -> None
     rows, budgets = ROWS[:2], [Budget(6), Budget(3)]
     for rejection in (False, True):
         draws = draws_of(rows, VOCAB, rejection=rejection)
-        alone = told(made(TARGET), rows).propose(draws, budgets)
-        found = told(cascade(made(SMALL), made(TARGET), 2), rows).propose(draws, budgets)
-        assert guesses(found) == guesses(alone)
+        alone = observed(made(TARGET), rows).propose(draws, budgets)
+        found = observed(cascade(made(SMALL), made(TARGET), 2), rows).propose(draws, budgets)
+        assert chains_of(found) == chains_of(alone)
 
 
-def test_lengths_are_told_what_rounds_took_and_gave(
+def test_times_and_accepted_runs_of_inner_rounds_are_recorded(
     small: Runner, large: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times of members that caught up with a long text are not those of guesses."""
+    """Times of members that first read a long text are not recorded as drafting times."""
     timings: list[RoundTiming] = []
     runs: list[tuple[int, int]] = []
     drafter = CascadeDrafter(model(large), model(large))
@@ -299,7 +303,7 @@ def test_lengths_are_told_what_rounds_took_and_gave(
     monkeypatch.setattr(MeasuredLengths, "time", lambda self, timing: timings.append(timing))
     monkeypatch.setattr(MeasuredLengths, "count", lambda self, seq_ids, news: runs.extend(news))
     rows = [Row(0, story(30, 0)), Row(1, story(40, 1))]
-    told(drafter, rows)
+    observed(drafter, rows)
     drafter.propose(draws_of(rows, VOCAB), [Budget(6), Budget(4)])
     assert runs == [(3, 3), (3, 3), (1, 1)]
     assert timings == []
@@ -310,10 +314,10 @@ def test_lengths_are_told_what_rounds_took_and_gave(
 
 
 def simulated(
-    lengths: MeasuredLengths, rounds: int, chance: float, prices: tuple[float, float, float], batch: int = 1
+    lengths: MeasuredLengths, rounds: int, chance: float, costs_s: tuple[float, float, float], batch: int = 1
 ) -> Sequence[Sequence[int]]:
-    """Rounds in which each guess is accepted at a rate and everything has its price; the lengths of all rounds."""
-    dice, (guess_s, pass_s, token_s), found = random.Random(3), prices, []
+    """Simulate rounds with this acceptance rate and these costs; the lengths chosen in each round."""
+    dice, (draft_s, pass_s, token_s), found = random.Random(3), costs_s, []
     for _ in range(rounds):
         found.append(lengths.best(range(batch), [MOST] * batch))
         (length, *others) = found[-1]
@@ -327,38 +331,38 @@ def simulated(
         num_tokens = sum(cut) + batch
         lengths.count(range(batch), runs)
         lengths.time(
-            RoundTiming(max(cut), max(cut) * guess_s * noise, num_tokens, (pass_s + token_s * num_tokens) * noise)
+            RoundTiming(max(cut), max(cut) * draft_s * noise, num_tokens, (pass_s + token_s * num_tokens) * noise)
         )
     return [*found, lengths.best(range(batch), [MOST] * batch)]
 
 
-@pytest.mark.short("prices0-0.3-1", "prices0-0.9-4", "prices1-0.6-4", "prices2-0.8-1", "prices3-0.9-1")
+@pytest.mark.short("costs_s0-0.3-1", "costs_s0-0.9-4", "costs_s1-0.6-4", "costs_s2-0.8-1", "costs_s3-0.9-1")
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.9])
-@pytest.mark.parametrize("prices", [(0.01, 0.1, 0.0), (0.03, 0.1, 0.002), (0.001, 0.1, 0.02), (0.2, 0.1, 0.0)])
-def test_measured_lengths_cost_hardly_more_than_the_best(
-    batch: int, chance: float, prices: tuple[float, float, float]
+@pytest.mark.parametrize("costs_s", [(0.01, 0.1, 0.0), (0.03, 0.1, 0.002), (0.001, 0.1, 0.02), (0.2, 0.1, 0.0)])
+def test_measured_lengths_cost_at_most_a_tenth_more_than_the_best(
+    batch: int, chance: float, costs_s: tuple[float, float, float]
 ) -> None:
-    found = simulated(MeasuredLengths(), 600, chance, prices, batch)
-    guess_s, pass_s, token_s = prices
+    found = simulated(MeasuredLengths(), 600, chance, costs_s, batch)
+    draft_s, pass_s, token_s = costs_s
     chances = [chance] * MOST
 
     def round_s(k: int) -> float:
-        return pass_s + token_s * batch * (k + 1) + guess_s * k
+        return pass_s + token_s * batch * (k + 1) + draft_s * k
 
     best = best_depth(chances, round_s)
-    costs = [cost_per_token(length, chances, round_s) for own in found[-200:] for length in own]
+    costs = [cost_per_token(length, chances, round_s) for lengths in found[-200:] for length in lengths]
     assert statistics.mean(costs) <= 1.1 * cost_per_token(best, chances, round_s), (found[-200:], best)
 
 
-def test_what_was_given_up_is_tried_again() -> None:
+def test_longer_lengths_are_retried_when_acceptance_rises() -> None:
     lengths = MeasuredLengths()
-    prices = (0.05, 0.1, 0.0)
-    assert simulated(lengths, 200, 0.02, prices)[-1][0] <= 1
-    assert simulated(lengths, 600, 0.95, prices)[-1][0] >= 4
+    costs_s = (0.05, 0.1, 0.0)
+    assert simulated(lengths, 200, 0.02, costs_s)[-1][0] <= 1
+    assert simulated(lengths, 600, 0.95, costs_s)[-1][0] >= 4
 
 
-def test_before_anything_was_measured() -> None:
+def test_the_first_length_is_fixed_before_anything_is_measured() -> None:
     lengths = MeasuredLengths()
     assert lengths.best(range(3), [MOST, MOST, 2]) == [FIRST_LENGTH, FIRST_LENGTH, 2]
     lengths.time(RoundTiming(0, 0.0, 3, 0.1))
@@ -366,14 +370,14 @@ def test_before_anything_was_measured() -> None:
     assert len(lengths.overall.rates()) == MOST
 
 
-def test_no_more_is_asked_for_than_is_of_use() -> None:
+def test_lengths_are_at_most_what_the_caller_can_use() -> None:
     lengths = MeasuredLengths()
     assert simulated(lengths, 100, 0.9, (0.01, 0.1, 0.0))[-1][0] > 4
     assert [lengths.best([0], [most])[0] for most in range(4)] == [0, 1, 2, 3]
 
 
-def test_each_sequence_is_asked_for_what_its_own_guesses_are_worth() -> None:
-    """Side by side, one whose guesses are right and one whose guesses are not; a third is new, and like both."""
+def test_each_sequence_has_a_length_by_its_own_acceptance() -> None:
+    """One sequence's drafts are accepted and another's rejected; a new third one gets a length between theirs."""
     lengths, dice = MeasuredLengths(), random.Random(1)
     for _ in range(60):
         asked = lengths.best([0, 1], [MOST, MOST])
@@ -390,8 +394,8 @@ def test_each_sequence_is_asked_for_what_its_own_guesses_are_worth() -> None:
     assert lengths.best([1], [MOST])[0] == new
 
 
-def test_the_judge_goes_on_alone_where_that_costs_less() -> None:
-    """A chain in one call may cost less a token than a round without guesses; then rounds have to beat that."""
+def test_the_judge_drafts_alone_where_that_costs_less() -> None:
+    """A chain drafted by the judge in one call may cost less per token than rounds of length 0: rounds must beat it."""
     lengths = MeasuredLengths()
     for _ in range(50):
         lengths.count([0], [(1, 0 if _ % 2 else 1)])

@@ -1,4 +1,4 @@
-"""Chains drawn as one graph are the chains drawn step by step; what a graph cannot do is left to the steps."""
+"""Chains drawn by one graph equal those drawn step by step; what a graph cannot do is done step by step."""
 
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,7 @@ def draws_of(params: tuple[SamplingParams, ...] = PARAMS, num_ids: int = VOCAB, 
 
 
 def both(runner: GraphRunner, draws: Draws, depths: tuple[int, ...]) -> list[Draft]:
-    """The draft as it is made, and as the steps make it."""
+    """The draft by a graph, and the draft step by step."""
     made = make(runner)
     stepped = make(runner)
     stepped.runner.draw_chains = lambda *_: None  # type: ignore[method-assign,assignment]
@@ -65,7 +65,7 @@ def both(runner: GraphRunner, draws: Draws, depths: tuple[int, ...]) -> list[Dra
 @pytest.mark.parametrize("params", [PARAMS, PENALISED], ids=["temperature", "penalised"])
 @pytest.mark.parametrize("num_ids", [VOCAB, 300])
 @pytest.mark.parametrize("depths", [(1, 1, 1), (3, 5, 1), (2, 1, 6)])
-def test_a_graph_draws_what_the_steps_draw(
+def test_a_graph_drafts_what_the_steps_draft(
     runner: GraphRunner,
     monkeypatch: pytest.MonkeyPatch,
     depths: tuple[int, ...],
@@ -89,7 +89,7 @@ def test_a_graph_draws_what_the_steps_draw(
 
 
 def test_a_graph_serves_fewer_rows_and_shorter_chains_than_its_own(runner: GraphRunner) -> None:
-    """No new one is made until most of the one there is would be padding; the chains are those of the steps."""
+    """A new graph is made only if most of the existing one would be padding; chains equal those of the steps."""
     drafter = make(runner)
     assert isinstance(drafter.runner, GraphRunner)
     sizes: list[set[tuple[int, int]]] = []
@@ -103,18 +103,18 @@ def test_a_graph_serves_fewer_rows_and_shorter_chains_than_its_own(runner: Graph
     drafter.runner.cache.check()
 
 
-def test_confirmed_guesses_stay_read_though_the_host_saw_them_late(runner: GraphRunner) -> None:
+def test_accepted_draft_tokens_stay_cached_although_the_host_received_them_late(runner: GraphRunner) -> None:
     drafter = make(runner)
     tree = drafter.propose(draws_of(), [Budget(4)] * 3).tree
-    guesses = tree.tokens[:, 1:].tolist()
-    news = [[text[-1], *guess[:2]] for text, guess in zip(TEXTS, guesses, strict=True)]
+    chains = tree.tokens[:, 1:].tolist()
+    news = [[text[-1], *chain[:2]] for text, chain in zip(TEXTS, chains, strict=True)]
     drafter.observe(Committed(range(3), [t for new in news for t in new], [0, 3, 6, 9], [5, 6, 7]))
     for seq_id, text in enumerate(TEXTS):
         assert drafter.runner.length(seq_id) == len(text) + 2
     drafter.runner.cache.check()
 
 
-def test_what_a_graph_cannot_do_is_left_alone(runner: GraphRunner) -> None:
+def test_drafts_that_a_graph_cannot_make_are_left_to_the_steps(runner: GraphRunner) -> None:
     drafter = make(runner, num_tokens=32)
     logits, starts, ids = torch.zeros(2, VOCAB), [ChainStart(0, 0, 2), ChainStart(1, 1, 2)], SameIds(VOCAB, VOCAB)
     draw = partial(drafter.runner.draw_chains, logits=logits, ids=ids)

@@ -1,4 +1,4 @@
-"""Chains grow in one call, step by step, or as trees of width 1: all give the same, and leave the same."""
+"""Chains drafted in one call, step by step, and as trees of width 1 are the same, and leave the same state."""
 
 import random
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ FORMATS: list[tuple[str, Quantization | None]] = [
 
 
 class StepByStep(Runner):
-    """A runner that has no single call for chains."""
+    """A runner without the single call for chains."""
 
     def draw_chains(self, *arguments: object) -> None:
         return None
 
 
 class AsTrees(Draws):
-    """Draws that are said not to be on the host, so that chains are grown as trees are."""
+    """Draws that claim not to be on the host, so that chains are grown as trees."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -69,63 +69,65 @@ def draws_of(way: str, rows: Sequence[Row], laws: Sequence[dict[str, Any]], voca
 
 
 def cached(drafter: ModelDrafter, seq_id: int) -> Tensor:
-    """K and V of the kept text and of all guesses read behind it."""
+    """Keys and values of the committed text and of all draft tokens after it."""
     cache, tail = drafter.runner.cache, len(drafter.sequences[seq_id].tail)
     start = cache.start(seq_id)
     return torch.stack([cache.keys, cache.values])[:, :, :, start : start + cache.length(seq_id) + tail].clone()
 
 
 def rounds(
-    way: str, blueprint: Blueprint, vocab: int, prices: Sequence[float] = (0.0,)
+    way: str, blueprint: Blueprint, vocab: int, min_survivals: Sequence[float] = (0.0,)
 ) -> list[tuple[Draft, list[Tensor], list[object]]]:
-    """Random rounds of several sequences: drafts, and what they left in the cache and in the drafter's books."""
+    """Random rounds of several sequences: drafts, and the state they left in the cache and the drafter."""
     rng, drafter, found = random.Random(5), drafter_of(blueprint, way, vocab), []
     texts = {seq_id: [rng.randrange(vocab - 3) % VOCAB for _ in range(3 + 7 * seq_id)] for seq_id in range(4)}
     drafter.observe(committed([Row(s, t) for s, t in texts.items()]))
     for _ in range(16):
         rows = [Row(s, list(texts[s])) for s in sorted(rng.sample(sorted(texts), rng.randint(1, 4)))]
-        budgets = [Budget(rng.randint(0, 6), min_survival=rng.choice(prices)) for _ in rows]
+        budgets = [Budget(rng.randint(0, 6), min_survival=rng.choice(min_survivals)) for _ in rows]
         laws = [rng.choice(LAWS) for _ in rows]
         draft = drafter.propose(draws_of(way, rows, laws, vocab), budgets)
         drafted = [row.seq_id for row, budget in zip(rows, budgets, strict=True) if budget.depth]
         left = [cached(drafter, s) for s in drafted]
         found.append((draft, left, [dict(drafter.sequences[s].tail) for s in drafted]))
         for i, row in enumerate(rows):
-            guesses = [token for token in draft.tree.tokens[i, 1:].tolist() if token >= 0]
-            texts[row.seq_id] += [*guesses[: rng.randint(0, len(guesses))], rng.randrange(vocab - 3) % VOCAB]
+            draft_tokens = [token for token in draft.tree.tokens[i, 1:].tolist() if token >= 0]
+            texts[row.seq_id] += [*draft_tokens[: rng.randint(0, len(draft_tokens))], rng.randrange(vocab - 3) % VOCAB]
         starts = [len(row.text) - 1 for row in rows]
         drafter.observe(committed([Row(row.seq_id, texts[row.seq_id]) for row in rows], starts))
     return found
 
 
 @pytest.mark.short("bfloat16-None-576-free", "bfloat16-int8-512-priced")
-@pytest.mark.parametrize("prices", [(0.0,), (0.0, 1e-4, 0.01, 0.1)], ids=["free", "priced"])
+@pytest.mark.parametrize("min_survivals", [(0.0,), (0.0, 1e-4, 0.01, 0.1)], ids=["free", "priced"])
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 64])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
-def test_they_are_the_same_and_leave_the_same(
-    dtype: str, quantize: Quantization | None, vocab: int, prices: tuple[float, ...]
+def test_all_three_ways_give_the_same_chains_and_state(
+    dtype: str, quantize: Quantization | None, vocab: int, min_survivals: tuple[float, ...]
 ) -> None:
-    """Also where the target's vocabulary is padded further than the drafter's; a price ends them at the same guess."""
+    """Also if the target's vocabulary is padded more than the drafter's; min_survival ends them at the same token."""
     require_compiler()
     blueprint = Blueprint.of(str(SMALL), dtype=dtype, quantize=quantize, kernels="native")
-    once, steps, trees = (rounds(way, blueprint, vocab, prices) for way in ("at once", "step by step", "as trees"))
+    once, steps, trees = (
+        rounds(way, blueprint, vocab, min_survivals) for way in ("at once", "step by step", "as trees")
+    )
     for others in (steps, trees):
-        for (draft, left, books), (other, other_left, other_books) in zip(once, others, strict=True):
+        for (draft, left, state), (other, other_left, other_state) in zip(once, others, strict=True):
             assert torch.equal(draft.tree.tokens, other.tree.tokens)
             assert torch.equal(draft.tree.parents, other.tree.parents)
             assert all(torch.equal(a, b) for a, b in zip(left, other_left, strict=True))
-            assert books == other_books
+            assert state == other_state
             if draft.survival is not None and other.survival is not None:
                 torch.testing.assert_close(draft.survival, other.survival, rtol=1e-4, atol=1e-6)
     lengths = [int(row.sum()) - 1 for draft, _, _ in once for row in draft.tree.valid]
     assert max(lengths) > 4
-    if len(prices) > 1:
+    if len(min_survivals) > 1:
         whole = [int(row.sum()) - 1 for draft, _, _ in rounds("at once", blueprint, vocab) for row in draft.tree.valid]
         assert 0 < sum(lengths) < sum(whole)
 
 
-def test_want_of_room_makes_steps_of_it() -> None:
-    """A cache too small for all chains at once: what fits is what steps would have found room for."""
+def test_with_too_little_cache_chains_are_drafted_step_by_step() -> None:
+    """With a cache too small for all chains at once, the tokens that fit are those of the steps."""
     require_compiler()
     blueprint = Blueprint.of(str(SMALL), dtype="float32", kernels="native")
     texts = [list(range(40 + i, 100 + i)) for i in range(2)]

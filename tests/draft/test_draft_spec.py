@@ -1,4 +1,4 @@
-"""How drafters are spelled, and what is said of misspellings."""
+"""The spelling of drafters, and the error messages for misspellings."""
 
 import json
 import shutil
@@ -32,18 +32,18 @@ SPELLED = st.recursive(
 
 
 def spec_of(name: str, argument: str | None, members: tuple[Any, ...]) -> DraftSpec:
-    """Built outside strategies: the checks of types look at random members, which strategies must not do."""
+    """Built outside of strategies: the type checks draw random members, which strategies must not do."""
     return DraftSpec(name, argument, tuple(spec_of(*member) for member in members))
 
 
 @given(SPELLED)
 @settings(max_examples=200, deadline=None)
-def test_what_is_written_is_read_back(spelled: tuple[str, str | None, tuple[Any, ...]]) -> None:
+def test_a_spec_is_parsed_back_from_its_text(spelled: tuple[str, str | None, tuple[Any, ...]]) -> None:
     spec = spec_of(*spelled)
     assert parse_spec(str(spec)) == spec
 
 
-def test_spellings() -> None:
+def test_specs_of_all_spellings() -> None:
     cascade = parse_spec(" cascade[ suffix , model: /a b/c ,mix[ngram:5]] ")
     members = (DraftSpec("suffix"), DraftSpec("model", "/a b/c"), DraftSpec("mix", members=(DraftSpec("ngram", "5"),)))
     assert cascade == DraftSpec("cascade", members=members)
@@ -98,16 +98,16 @@ def test_names_become_drafters(context: DraftContext) -> None:
     assert isinstance(ngram, NgramDrafter)
     assert ngram.max_n == 6
     assert isinstance(plan_drafter("ngram", context).build({}, None, target), NgramDrafter)
-    name, said = f"model:{SMALL}", []
+    name, progress = f"model:{SMALL}", []
     plan = plan_drafter(name, context)
     memory = plan.models[name]
     assert memory.bytes_per_token == 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, their width, float32
     assert memory.bytes_per_position == 2 * 8 * 4  # cosine and sine of a head, float32
     assert memory.weights_bytes > 250_000 * 4
-    model = plan.build({name: 256}, lambda what, done: said.append((what, done)), target)
+    model = plan.build({name: 256}, lambda what, done: progress.append((what, done)), target)
     assert isinstance(model, ModelDrafter)
     assert model.vocab_size == context.target.config.vocab_size
-    assert said[-1][1] == 1.0
+    assert progress[-1][1] == 1.0
     exits = plan_drafter("early-exit:2", context)
     assert (dict(exits.models), exits.fingerprint()) == ({}, "")
     drafter = exits.build({}, None, target)
@@ -116,7 +116,7 @@ def test_names_become_drafters(context: DraftContext) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("oracle[ngram]", "no drafter 'oracle': choose one of " + ", ".join(sorted(PLANNERS))),
         ("cascade", "two members or more: name the cheapest first"),
@@ -148,8 +148,8 @@ def test_names_become_drafters(context: DraftContext) -> None:
         ("model:/no/such/folder", "/no/such/folder"),
     ],
 )
-def test_what_cannot_be_built_is_refused(context: DraftContext, text: str, said: str) -> None:
-    with pytest.raises(ModelNotFound if "/no/" in text else UnknownDrafter, match=said):
+def test_drafters_that_cannot_be_built_are_refused(context: DraftContext, text: str, message: str) -> None:
+    with pytest.raises(ModelNotFound if "/no/" in text else UnknownDrafter, match=message):
         plan_drafter(text, context)
 
 
@@ -173,7 +173,7 @@ def test_a_cascade_plans_for_all_of_its_members(context: DraftContext) -> None:
 
 
 def test_a_mix_plans_for_all_of_its_members(context: DraftContext) -> None:
-    """Caches and arms have names of their own, though one checkpoint serves three times."""
+    """Caches and members have their own names, although one checkpoint serves three times."""
     small = f"model:{SMALL}"
     alone = plan_drafter(small, context)
     plan = plan_drafter(f"mix[ngram,{small},cascade[ngram,{small}],{small}]", context)
@@ -190,8 +190,8 @@ def test_a_mix_plans_for_all_of_its_members(context: DraftContext) -> None:
     assert [m.runner.cache.blocks.num_blocks * 64 for m in (first, cascade.judge, last)] == [64, 128, 192]
 
 
-def test_ids_that_mean_other_tokens_are_translated(context: DraftContext, tmp_path: Path) -> None:
-    """Two names changed places; everything else is the target's."""
+def test_a_draft_model_with_other_ids_is_translated(context: DraftContext, tmp_path: Path) -> None:
+    """A tokenizer in which two names are swapped; everything else is the target's."""
     for file in SMALL.iterdir():
         shutil.copy(file, tmp_path)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""Tree growing against a model that is a function of the path, so that every node can be asked for anew."""
+"""Tree growing with a model that is a function of the path, so that every node can be computed again."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ MODES = st.tuples(st.sampled_from([0.0, 1.0]), st.booleans())
 
 @st.composite
 def shapes(draw: st.DrawFn) -> list[RankPath]:
-    """The paths of any tree of up to four levels and twelve guesses."""
+    """The paths of any tree of up to four levels and twelve nodes."""
     paths: list[RankPath] = []
     for _ in range(draw(st.integers(1, 12))):
         above = draw(st.sampled_from([(), *(path for path in paths if len(path) < 4)]))
@@ -41,17 +41,17 @@ def shapes(draw: st.DrawFn) -> list[RankPath]:
 
 
 def logits_after(path: Sequence[int], *, tied: bool = False) -> Tensor:
-    """The logits of a made-up model: any numbers, as long as they depend on the whole path; or a few that recur."""
+    """The logits of a made-up model, which depend on the entire path; `tied` gives few different values."""
     rng = random.Random(str(list(path)))
     return torch.tensor([float(rng.randrange(3)) if tied else rng.gauss(0, 3) for _ in range(VOCAB)])
 
 
 class PathModel:
-    """Reads what `grow` asks for, checking that parents come before their children and rows lie together."""
+    """Gives the logits that `grow` requests; asserts that parents precede children and rows are contiguous."""
 
     def __init__(self, rows: Sequence[Row], levels: int = 99, tied: bool = False) -> None:
         self.rows = rows
-        self.levels = levels  # how many levels there is room for
+        self.levels = levels  # the number of levels that fit into the cache
         self.tied = tied
         self.read: set[tuple[int, int]] = {(row, 0) for row in range(len(rows))}
         self.passes: list[set[tuple[int, tuple[int, ...]]]] = []  # the paths read, by row
@@ -77,7 +77,7 @@ class PathModel:
 
 
 def grow(rows: Sequence[Row], budgets: Sequence[Budget], draws: Draws, levels: int = 99) -> Draft:
-    """A draft of these rows."""
+    """The draft of these rows."""
     drafted = [row for row, budget in zip(rows, budgets, strict=True) if budget.depth]
     logits = torch.stack([logits_after(row.text) for row in drafted]) if drafted else torch.empty(0, VOCAB)
     return grow_trees(draws, budgets, logits, PathModel(rows, levels))
@@ -112,7 +112,7 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
             assert survival is None or survival[b, node] >= budget.min_survival
             assert survival is None or rejection or survival[b, below].min() >= budget.min_survival
             at = draws.roots()
-            for token in path:  # every row takes the same steps; only row b is looked at
+            for token in path:  # every row takes the same steps; only row b is compared
                 at = draws.advance(at, torch.arange(len(rows)), torch.full((len(rows),), token))
             logits = logits_after([*row.text, *path]).expand(len(rows), VOCAB)
             drawn = draws.children(logits, at, budget.width)
@@ -133,9 +133,9 @@ def test_every_node_is_what_its_parents_law_and_noise_give(budgets: list[Budget]
             assert counts == sorted(counts, reverse=True), "likelier nodes have no fewer children"
     assert (tree.q is not None) == (rejection and any(b.depth for b in budgets))
     if tree.q is not None:
-        told = (tree.q.row >= 0).sum().item()
+        num_declared = (tree.q.row >= 0).sum().item()
         inner = sum(any(c >= 0 for c in below) for row_children in children for below in row_children)
-        assert told == (inner if temperature else 0)
+        assert num_declared == (inner if temperature else 0)
 
 
 @given(budgets=st.lists(BUDGETS, min_size=2, max_size=4), mode=MODES)
@@ -154,8 +154,8 @@ def test_a_row_does_not_depend_on_its_batch_mates(budgets: list[Budget], mode: t
 
 @given(depth=st.integers(1, 6), width=st.integers(1, 4), extra=st.integers(0, 20))
 @settings(max_examples=60, deadline=None)
-def test_without_a_price_the_depth_is_reached_and_guesses_are_spread(depth: int, width: int, extra: int) -> None:
-    """Where the shape must be settled before it is drawn."""
+def test_without_min_survival_the_depth_is_reached_and_nodes_are_spread(depth: int, width: int, extra: int) -> None:
+    """In rejection modes the shape is fixed before tokens are drawn."""
     rows = make_rows(1)
     draft = grow(rows, [Budget(depth, width, depth + extra)], draws_of(rows, VOCAB, temperature=1.0, rejection=True))
     per_level = torch.bincount(draft.tree.depths()[0])[1:].tolist()
@@ -165,7 +165,7 @@ def test_without_a_price_the_depth_is_reached_and_guesses_are_spread(depth: int,
         assert per_level == [1] * depth
 
 
-def test_where_the_cache_is_full_a_settled_tree_keeps_what_was_drawn() -> None:
+def test_with_a_full_cache_a_tree_of_fixed_shape_keeps_what_was_drawn() -> None:
     rows = make_rows(2)
     budgets = [Budget(4, 2, 8), Budget(3)]
     full = grow(rows, budgets, draws_of(rows, VOCAB, rejection=True))
@@ -176,8 +176,8 @@ def test_where_the_cache_is_full_a_settled_tree_keeps_what_was_drawn() -> None:
         assert torch.equal(cut.tokens, torch.where(kept, full.tree.tokens, -1)[:, : cut.tokens.shape[1]])
 
 
-def test_where_the_cache_is_full_the_best_of_what_was_drawn_is_kept() -> None:
-    """As if no more depth had been asked for."""
+def test_with_a_full_cache_the_best_drawn_nodes_are_kept() -> None:
+    """As if the budget had no more depth."""
     rows = make_rows(2)
     for levels in range(4):
         cut = grow(rows, [Budget(4, 2, 8), Budget(3)], draws_of(rows, VOCAB, temperature=1.0), levels)
@@ -192,7 +192,7 @@ Tree = dict[tuple[int, ...], float]  # survival by path, in the order in which p
 
 
 def all_paths(draws: Draws, row: int, text: Sequence[int], budget: Budget, tied: bool) -> Tree:
-    """Every path that the budget's depth, width and price allow."""
+    """Every path that the budget's depth, width and min_survival allow."""
     found: Tree = {}
     level = {(): 1.0}
     for _ in range(budget.depth):
@@ -237,10 +237,10 @@ def best_of(paths: Tree, nodes: int, depth: int) -> Tree:
 )
 @settings(max_examples=150, deadline=None)
 def test_trees_are_the_likeliest_paths_of_all(budgets: list[Budget], temperature: float, tied: bool, seed: int) -> None:
-    """Against all paths, one by one: the tree, the passes that it took, and that none of what was read was idle.
+    """The tree and its passes are compared with a search of all paths; no node is read in vain.
 
-    What is read in a pass are the nodes of one depth among the best of all paths of that depth at most, but for those
-    that no likelier guess could follow: where the tree is full, the last and its equals.
+    A pass reads the nodes of one depth that are among the best paths of at most that depth. If the tree is full, the
+    least likely of these, and those equal to it, are not read, since no child of theirs could enter the tree.
     """
     rows = make_rows(len(budgets))
     draws = draws_of(rows, VOCAB, temperature=temperature, seed=seed)
@@ -256,7 +256,7 @@ def test_trees_are_the_likeliest_paths_of_all(budgets: list[Budget], temperature
         priced = any(other.width > 1 or other.min_survival for other in budgets)
         paths = all_paths(draws, b, row.text, budget, tied)
         expected = best_of(paths, budget.nodes, budget.depth)
-        if not priced:  # chains, whose survival nobody asks for
+        if not priced:  # chains, for which no survival is requested
             assert draft.tree.width == 1
             assert found == list(paths)[: budget.nodes]
             continue
@@ -279,11 +279,11 @@ def test_trees_are_the_likeliest_paths_of_all(budgets: list[Budget], temperature
 def test_a_static_tree_has_its_shape(
     paths: list[RankPath], depth: int, mode: tuple[float, bool], other: Budget
 ) -> None:
-    """Cut to what depth there is, the guesses of just these ranks; beside another row that has none."""
+    """The tree has the tokens of its ranks, cut at the budget's depth; another row in the batch has another budget."""
     temperature, rejection = mode
-    rows, wish = make_rows(2), StaticTree(paths)
-    budget = Budget.of(Speculation(tree=wish), depth)
-    expected = [path for path in wish.paths if len(path) <= depth]
+    rows, shape = make_rows(2), StaticTree(paths)
+    budget = Budget.of(Speculation(tree=shape), depth)
+    expected = [path for path in shape.paths if len(path) <= depth]
     assert (budget == NO_DRAFT) == (not expected)
     draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
     tree = grow(rows, [other, budget], draws).tree
@@ -303,4 +303,4 @@ def test_a_static_tree_has_its_shape(
         for node, path in found.items():
             ranks = [other[-1] for other in expected if other[:-1] == path]
             in_turn = ranks == list(range(len(ranks))) and bool(ranks) and temperature > 0
-            assert (tree.q.row[1, node] >= 0) == in_turn, "a law is told where all that was drawn is there"
+            assert (tree.q.row[1, node] >= 0) == in_turn, "a law is declared if all tokens drawn from it are there"

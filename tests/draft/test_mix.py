@@ -1,4 +1,4 @@
-"""A mix against its members alone: what each of them guesses, declares, reads and is told stays what it is."""
+"""A mix compared with its members alone: what each of them drafts, declares, reads and observes is the same."""
 
 import random
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft.rounds import Beside, Row, committed, draws_of
+from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation, Verification
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
@@ -45,20 +45,20 @@ def context() -> DraftContext:
     return DraftContext(target, target.tokenizer())
 
 
-def built(spec: str) -> Beside:
-    """A drafter beside a target of its own."""
+def built(spec: str) -> DrafterWithTarget:
+    """A drafter with its own target."""
     plan = plan_drafter(spec, context())
     target = Runner.of(context().target.load(64).decoder, 2048)
     drafter = plan.build(dict.fromkeys(plan.models, 2048), None, target)
     assert drafter is not None
     for member in getattr(drafter, "members", [drafter]):
         if isinstance(member, CascadeDrafter):
-            member.lengths = FixedLength(2)  # what was measured differs, and tells in rejection modes
-    return Beside(target, drafter)
+            member.lengths = FixedLength(2)  # measured lengths differ, which changes drafts in rejection modes
+    return DrafterWithTarget(target, drafter)
 
 
 def nodes_of(draft: Draft, row: int) -> dict[tuple[int, ...], list[float] | None]:
-    """A row's paths, and the law that the children of each were drawn from."""
+    """A row's paths, each with the law that its children were drawn from."""
     tree = draft.tree
     found: dict[tuple[int, ...], list[float] | None] = {}
     for node, path in enumerate(tree.path_tokens()[row].tolist()):
@@ -71,31 +71,31 @@ def nodes_of(draft: Draft, row: int) -> dict[tuple[int, ...], list[float] | None
     return found
 
 
-def branches(draft: Draft, row: int, arm: int, chances: Tensor | None = None) -> HostTree:
-    """A row as it is merged."""
+def branches(draft: Draft, row: int, member: int, chances: Tensor | None = None) -> HostTree:
+    """A row of a member's draft, as the input of `merge`."""
     tokens, parents, number = draft.tree.tokens[row].tolist(), draft.tree.parents[row].tolist(), {0: 0}
     survival = draft.survival if chances is None else chances[None].expand(row + 1, -1)
     assert survival is not None
-    tree = mixed_root(tokens[0], arm)
+    tree = mixed_root(tokens[0], member)
     for node in range(1, len(tokens)):
         if tokens[node] >= 0:
-            number[node] = add_node(tree, tokens[node], number[parents[node]], float(survival[row, node]), arm)
+            number[node] = add_node(tree, tokens[node], number[parents[node]], float(survival[row, node]), member)
     return tree
 
 
 @pytest.mark.short("3-True")
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_row_of_one_arm_is_what_its_member_guesses_alone(width: int, rejection: bool) -> None:
-    """Rows of all arms side by side, of which some are merged; tokens, laws, and who is said to have guessed them."""
+def test_a_row_of_one_member_is_what_that_member_drafts_alone(width: int, rejection: bool) -> None:
+    """Rows of all members in one batch, some of them merged: tokens, laws, and the recorded drafters of nodes."""
     rng, mix = random.Random(f"{width} {rejection}"), built(MIX)
     alone = [built(spec) for spec in SPECS]
     rows = [Row(s, story(20 + 7 * s, s)) for s in range(6)]
     for drafter in (mix, *alone):
         drafter.observe(committed(rows))
     for temperature in (0.0, 1.0, 1.0):
-        arms = [rng.randrange(len(SPECS) + 1) for _ in rows]
-        budgets = [Budget(rng.randint(0, 4), width, 6, arm) for arm in arms]
+        members = [rng.randrange(len(SPECS) + 1) for _ in rows]
+        budgets = [Budget(rng.randint(0, 4), width, 6, member) for member in members]
         budgets = [b if b.drafter < len(SPECS) else Budget(b.depth, width * len(SPECS), 6, b.drafter) for b in budgets]
         draws = draws_of(rows, VOCAB, temperature=temperature, rejection=rejection)
         with unchecked():
@@ -103,20 +103,20 @@ def test_a_row_of_one_arm_is_what_its_member_guesses_alone(width: int, rejection
         assert found.drafter is not None
         assert found.drafter[:, 0].tolist() == [b.drafter if b.depth else -1 for b in budgets]
         for i, budget in enumerate(budgets):
-            guessed = found.drafter[i][found.tree.tokens[i] >= 0][1:].tolist()
+            drafted_by = found.drafter[i][found.tree.tokens[i] >= 0][1:].tolist()
             if budget.drafter < len(SPECS):
-                own = [Budget(b.depth if b.drafter == budget.drafter else 0, b.width, b.nodes) for b in budgets]
-                expected = alone[budget.drafter].propose(draws, own)
+                own_budgets = [Budget(b.depth if b.drafter == budget.drafter else 0, b.width, b.nodes) for b in budgets]
+                expected = alone[budget.drafter].propose(draws, own_budgets)
                 assert nodes_of(found, i) == nodes_of(expected, i)
-                assert set(guessed) <= {budget.drafter}
+                assert set(drafted_by) <= {budget.drafter}
             else:
                 assert all(law is None for law in nodes_of(found, i).values())
-                assert all(0 <= arm < len(SPECS) for arm in guessed)
+                assert all(0 <= member < len(SPECS) for member in drafted_by)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_merged_row_is_the_merger_of_what_the_members_guess_alone(temperature: float) -> None:
-    """Those without survival of their own by what acceptance is believed to be."""
+def test_a_merged_row_is_the_merger_of_the_members_own_drafts(temperature: float) -> None:
+    """Members without survival estimates are merged by the mix's estimate of their acceptance."""
     mix, alone = built(MIX), [built(spec) for spec in SPECS]
     rows = [Row(s, story(40 + 7 * s, s)) for s in range(4)]
     for drafter in (mix, *alone):
@@ -125,10 +125,11 @@ def test_a_merged_row_is_the_merger_of_what_the_members_guess_alone(temperature:
     draws = draws_of(rows, VOCAB, temperature=temperature)
     found = mix.propose(draws, [merged] * 4)
     each = [drafter.propose(draws, [Budget(3, 2, 7, min_survival=ANY_SURVIVAL)] * 4) for drafter in alone]
-    believed = torch.tensor([1.0, 0.7, 0.7**2, 0.7**3])
+    estimate = torch.tensor([1.0, 0.7, 0.7**2, 0.7**3])
     for row in range(4):
         trees = [
-            branches(draft, row, arm, believed if draft.survival is None else None) for arm, draft in enumerate(each)
+            branches(draft, row, member, estimate if draft.survival is None else None)
+            for member, draft in enumerate(each)
         ]
         expected = merge(trees, merged)
         assert [t for t in found.tree.tokens[row].tolist() if t >= 0] == expected.tokens
@@ -138,8 +139,8 @@ def test_a_merged_row_is_the_merger_of_what_the_members_guess_alone(temperature:
     assert {draft.survival is None for draft in each} == {True, False}
 
 
-def test_only_who_has_a_row_is_called() -> None:
-    members = [Noted([i]) for i in range(3)]
+def test_only_members_with_a_row_are_called() -> None:
+    members = [FixedDrafter([i]) for i in range(3)]
     mix = MixDrafter(members, ["a", "b", "c"])
     rows = [Row(0, [5]), Row(1, [6]), Row(2, [7])]
     draws = draws_of(rows, VOCAB)
@@ -156,44 +157,44 @@ def test_only_who_has_a_row_is_called() -> None:
 
 
 @dataclass
-class Noted:
-    """Guesses what it is told to, and keeps what it was told."""
+class FixedDrafter:
+    """Drafts fixed tokens, and records what it observes."""
 
-    guesses: list[int]
+    draft_tokens: list[int]
     taps: tuple[int, ...] = ()
     names: tuple[str, ...] = ("noted",)
     num_asked: int = 0
-    told: list[Committed] = field(default_factory=list)
+    observed: list[Committed] = field(default_factory=list)
 
     def observe(self, news: Committed) -> None:
-        self.told.append(news)
+        self.observed.append(news)
 
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         self.num_asked += 1
-        chains = [[row.tokens[-1], *self.guesses[: b.depth]] for row, b in zip(draws.rows, budgets, strict=True)]
+        chains = [[row.tokens[-1], *self.draft_tokens[: b.depth]] for row, b in zip(draws.rows, budgets, strict=True)]
         return Draft(DraftTree.of_texts(chains), pass_s=0.25)
 
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
-        return Outlook([len(self.guesses)] * len(seq_ids), [self.guesses[0]] * len(seq_ids), self.estimate)
+        return Outlook([len(self.draft_tokens)] * len(seq_ids), [self.draft_tokens[0]] * len(seq_ids), self.estimate)
 
     def estimate(self, i: int, _least: float) -> Sequence[float]:
         return [0.5]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
-        self.told.clear()
+        self.observed.clear()
 
 
-def test_each_member_is_shown_its_own_layers_and_asked_for_its_own_outlook() -> None:
-    members = [Noted([3], taps=(4, 1)), Noted([9, 1]), Noted([5], taps=(-1, 4))]
+def test_each_member_receives_its_own_taps_and_gives_its_own_outlook() -> None:
+    members = [FixedDrafter([3], taps=(4, 1)), FixedDrafter([9, 1]), FixedDrafter([5], taps=(-1, 4))]
     mix = MixDrafter(members, ["a", "b", "c"])
     assert mix.taps == (-1, 1, 4)
     assert mix.names == ("a", "b", "c", MERGED)
     features = torch.randn(5, 3, 8)
     news = Committed([0, 1], [1, 2, 3, 4, 5], [0, 2, 5], [6, 7], features)
     mix.observe(news)
-    assert members[1].told[0].features is None
+    assert members[1].observed[0].features is None
     for member in (members[0], members[2]):
-        shown = member.told[0].features
+        shown = member.observed[0].features
         assert shown is not None
         assert all(torch.equal(shown[:, i], features[:, mix.taps.index(tap)]) for i, tap in enumerate(member.taps))
     outlook = mix.outlook([0, 1])
@@ -201,12 +202,12 @@ def test_each_member_is_shown_its_own_layers_and_asked_for_its_own_outlook() -> 
     assert list(outlook.drafters) == ["a", "b", "c"]
     assert outlook.drafters["c"] == members[2].outlook([0, 1])
     mix.forget([0])
-    assert not any(member.told for member in members)
+    assert not any(member.observed for member in members)
 
 
-def test_who_is_seldom_right_counts_for_less() -> None:
-    """Two that do not say how sure they are, one always wrong: with room for one chain the other's is kept."""
-    wrong, right = Noted([9, 9]), Noted([4, 5])
+def test_a_member_that_is_seldom_accepted_counts_less_in_merged_trees() -> None:
+    """Of two members without survival estimates one is always wrong: with nodes for one chain, the other's is kept."""
+    wrong, right = FixedDrafter([9, 9]), FixedDrafter([4, 5])
     mix, text = MixDrafter([wrong, right], ["wrong", "right"]), [1, 2]
     mix.observe(committed([Row(0, text)]))
     budget, kept = Budget(2, 2, 2, 2), []
@@ -215,13 +216,13 @@ def test_who_is_seldom_right_counts_for_less() -> None:
         kept.append([t for t in draft.tree.tokens[0, 1:].tolist() if t >= 0])
         before, text = len(text) - 1, [*text, 4, 5, 2]
         mix.observe(committed([Row(0, text)], [before]))
-    assert kept[0] == [9, 4]  # believed alike
+    assert kept[0] == [9, 4]  # the same estimate for both
     assert kept[-1] == [4, 5]
     assert not mix.merged
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_came_true_is_what_a_walk_finds(seed: int) -> None:
+def test_the_judged_run_is_what_a_walk_through_the_tree_finds(seed: int) -> None:
     rng, tree, paths = random.Random(seed), mixed_root(0, 0), [()]
     for _ in range(rng.randint(0, 8)):
         parent = rng.randrange(len(paths))
@@ -229,21 +230,21 @@ def test_what_came_true_is_what_a_walk_finds(seed: int) -> None:
         if path not in paths:
             tree.add(path[-1], parent, 1.0)
             paths.append(path)
-    said = tuple(rng.randrange(3) for _ in range(4))
-    right = max(n for n in range(5) if said[:n] in paths)
-    offered = right + any(len(path) > right and path[:right] == said[:right] for path in paths)
-    assert judged_run(tree, said) == (min(offered, 4), right)
+    text = tuple(rng.randrange(3) for _ in range(4))
+    right = max(n for n in range(5) if text[:n] in paths)
+    offered = right + any(len(path) > right and path[:right] == text[:right] for path in paths)
+    assert judged_run(tree, text) == (min(offered, 4), right)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed: int) -> None:
-    """Of the last round alone, whatever drafted before and between: merged, one member, or nothing at all."""
+def test_outlooks_report_what_members_of_a_merged_tree_would_have_had_accepted_alone(seed: int) -> None:
+    """For the last round only, whatever was drafted before: merged trees, one member's, or nothing."""
     rng = random.Random(seed)
-    guesses = [[rng.randrange(3, 5) for _ in range(3)] for _ in range(2)]
-    mix = MixDrafter([Noted(own) for own in guesses], ["a", "b"])
+    fixed = [[rng.randrange(3, 5) for _ in range(3)] for _ in range(2)]
+    mix = MixDrafter([FixedDrafter(tokens) for tokens in fixed], ["a", "b"])
     texts = {0: [1, 2], 1: [1, 3]}
     mix.observe(committed([Row(seq_id, text) for seq_id, text in texts.items()]))
-    assert all(not own.merged_runs for own in mix.outlook([0, 1]).drafters.values())
+    assert all(not outlook.merged_runs for outlook in mix.outlook([0, 1]).drafters.values())
     for _ in range(12):
         budgets = [
             rng.choice([Budget(3, 2, 6, 2), Budget(3, drafter=0), Budget(3, drafter=1), Budget(0)]) for _ in texts
@@ -253,16 +254,16 @@ def test_members_of_a_merged_tree_are_told_what_they_would_have_given_alone(seed
         expected: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
         rows, before = [], []
         for (seq_id, text), budget in zip(list(texts.items()), budgets, strict=True):
-            said = [rng.randrange(3, 5) for _ in range(rng.randint(1, 4))]
-            for arm, own in enumerate(guesses):
-                right = max(n for n in range(min(3, len(said)) + 1) if own[:n] == said[:n])
-                judged = min(right + 1, 3, len(said))
-                expected[arm].append((judged, right) if budget.drafter == 2 else (0, 0))
+            new = [rng.randrange(3, 5) for _ in range(rng.randint(1, 4))]
+            for member, tokens in enumerate(fixed):
+                right = max(n for n in range(min(3, len(new)) + 1) if tokens[:n] == new[:n])
+                judged = min(right + 1, 3, len(new))
+                expected[member].append((judged, right) if budget.drafter == 2 else (0, 0))
             before.append(len(text) - 1)
-            texts[seq_id] = [*text, *said]
+            texts[seq_id] = [*text, *new]
             rows.append(Row(seq_id, texts[seq_id]))
         mix.observe(committed(rows, before))
-        found = [list(own.merged_runs) or [(0, 0)] * 2 for own in mix.outlook([0, 1]).drafters.values()]
+        found = [list(outlook.merged_runs) or [(0, 0)] * 2 for outlook in mix.outlook([0, 1]).drafters.values()]
         assert found == list(expected.values())
 
 
@@ -273,31 +274,35 @@ EXITS = ("ngram", "early-exit:1", "early-exit:3")
 @pytest.mark.parametrize(
     ("verification", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("token", 0.0), ("block", 0.0)]
 )
-def test_rows_of_all_arms_in_one_batch_say_what_plain_decoding_says(
+def test_rows_of_all_members_in_one_batch_give_the_tokens_of_plain_decoding(
     verification: Verification, temperature: float
 ) -> None:
-    """Requests that name their drafter are held to it."""
+    """Requests that name a drafter are drafted by it."""
     llm = LLM(str(TARGET), f"mix[{','.join(EXITS)},cascade[suffix,model:{SMALL}]]", verification=verification)
     prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "She said", "One day"]
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True) for i in range(5)]
     plain = LLM(str(TARGET)).generate(prompts, params)
     for depth, width in ((4, 1), (3, 2)):
-        before = {arm: stats.num_rounds for arm, stats in llm.stats.drafters.items()}
+        before = {member: stats.num_rounds for member, stats in llm.stats.drafters.items()}
         for shift in (0, 2):
-            wishes = [Speculation(depth, width, drafter=llm.requests.drafter_names[(i + shift) % 5]) for i in range(5)]
-            found = generate_each(llm, prompts, params, wishes)
+            speculations = [
+                Speculation(depth, width, drafter=llm.requests.drafter_names[(i + shift) % 5]) for i in range(5)
+            ]
+            found = generate_each(llm, prompts, params, speculations)
             assert found == [list(answer.outputs[0].token_ids) for answer in plain]
-        assert all(llm.stats.drafters[arm].num_rounds > before.get(arm, 0) for arm in range(5))
-    by_arm = llm.stats.drafters.values()
-    assert sum(stats.num_drafted for stats in by_arm) == llm.stats.num_drafted
-    assert sum(stats.num_accepted for stats in by_arm) == llm.stats.num_accepted > 0
+        assert all(llm.stats.drafters[member].num_rounds > before.get(member, 0) for member in range(5))
+    by_member = llm.stats.drafters.values()
+    assert sum(stats.num_drafted for stats in by_member) == llm.stats.num_drafted
+    assert sum(stats.num_accepted for stats in by_member) == llm.stats.num_accepted > 0
 
 
 def generate_each(
-    llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], wishes: Sequence[Speculation]
+    llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], speculations: Sequence[Speculation]
 ) -> list[list[int]]:
-    """The answers to requests with a wish each, in one batch."""
-    sequences = [llm.requests.sequences(Request.of(*asked))[0] for asked in zip(prompts, params, wishes, strict=True)]
+    """The answers to requests with one Speculation each, in one batch."""
+    sequences = [
+        llm.requests.sequences(Request.of(*asked))[0] for asked in zip(prompts, params, speculations, strict=True)
+    ]
     run(llm.engine, sequences)
     return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
 
@@ -309,9 +314,9 @@ def bench() -> Bench:
 
 @pytest.mark.short("320")
 @pytest.mark.parametrize("num_tokens", [2048, 320])
-def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, num_tokens: int) -> None:
-    """Early exit leaves keys and values in the target's cache, for rows that are its own to go on from; of merged
-    rows, and where two of them read, they must be gone. After each round the cache is as if read anew."""
+def test_the_targets_cache_stays_right_when_several_members_read_in_it(bench: Bench, num_tokens: int) -> None:
+    """Early exit leaves keys and values in the target's cache for rows that it drafted alone; for merged rows, and if
+    two members read, they must be removed. After each round the cache equals that of the committed text."""
     engine = bench.engine(None, num_tokens, options=EngineOptions(max_num_seqs=5))
     exits = [EarlyExitDrafter(engine.runner, layer) for layer in (1, 3)]
     members: list[Drafter] = [NgramDrafter(), *exits, SuffixDrafter()]
@@ -321,8 +326,8 @@ def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, 
     texts = []
     for i in range(8):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True)
-        wish = Speculation(rng.randint(2, 4), drafter=rng.choice([None, "first", "third", MERGED]))
-        texts.append(requests.sequences(Request.of(story(rng.choice([1, 20, 50]), i), params, wish))[0])
+        speculation = Speculation(rng.randint(2, 4), drafter=rng.choice([None, "first", "third", MERGED]))
+        texts.append(requests.sequences(Request.of(story(rng.choice([1, 20, 50]), i), params, speculation))[0])
     expected = run(bench.engine(), [requests.sequences(Request.of(list(t.tokens), t.params, False))[0] for t in texts])
     passes = resumed(engine)
     assert run_checked(bench, engine, texts) == expected
@@ -330,7 +335,7 @@ def test_keys_and_values_stay_right_beside_rows_that_another_read(bench: Bench, 
 
 
 def resumed(engine: Engine) -> list[PartialPass]:
-    """What passes go on from that began where a drafter's had stopped; other passes begin behind what is kept."""
+    """A list to which passes append the partial pass that they continue; other passes must find no draft tokens."""
     found, read = list[PartialPass](), engine.runner.read
 
     def counted(

@@ -1,6 +1,6 @@
-"""The model drafter against plain reading of its checkpoint, after any history and in any want of memory.
+"""The model drafter compared with plain decoding of its checkpoint, after any history and with any cache size.
 
-As judge, its logits behind any guesses are those of reading it all anew, and nothing is read twice.
+As a judge its logits after any draft tokens are those of reading the text in one pass, and it reads no token twice.
 """
 
 import random
@@ -33,7 +33,7 @@ def blueprint() -> Blueprint:
 
 
 def make(blueprint: Blueprint, num_tokens: int = 2048, vocab: int = VOCAB) -> ModelDrafter:
-    """A drafter with a cache of its own."""
+    """A model drafter with its own cache."""
     runner = blueprint.load(num_tokens)
     return ModelDrafter(CountingRunner(runner.decoder, runner.cache), vocab)
 
@@ -49,7 +49,7 @@ def propose(
 
 
 def fresh(blueprint: Blueprint, rows: Sequence[Row], budgets: Sequence[Budget], temperature: float = 1.0) -> Draft:
-    """What a drafter proposes that was told everything at once."""
+    """The draft of a fresh drafter that observes the texts at once."""
     drafter = make(blueprint)
     drafter.observe(committed(rows))
     return propose(drafter, rows, budgets, temperature)
@@ -73,7 +73,7 @@ def test_a_chain_at_temperature_0_is_the_models_greedy_text(blueprint: Blueprint
     assert tree.tokens[0].tolist() == [row.text[-1], *plain_greedy(blueprint, row.text, 7)]
 
 
-def test_guesses_that_were_confirmed_are_not_read_again(blueprint: Blueprint) -> None:
+def test_accepted_draft_tokens_are_not_read_again(blueprint: Blueprint) -> None:
     drafter, text = make(blueprint), random_text(30, 0)
     drafter.observe(committed([Row(0, text)]))
     chain = propose(drafter, [Row(0, text)], [Budget(4)]).tree.tokens[0, 1:].tolist()
@@ -82,25 +82,27 @@ def test_guesses_that_were_confirmed_are_not_read_again(blueprint: Blueprint) ->
         before = drafter.runner.num_read
         drafter.observe(committed([Row(0, more)], [len(text) - 1]))
         chain = propose(drafter, [Row(0, more)], [Budget(4)]).tree.tokens[0, 1:].tolist()
-        assert drafter.runner.num_read - before == reread + 1 + 3  # the last guess, the root, guesses but the last
+        assert (
+            drafter.runner.num_read - before == reread + 1 + 3
+        )  # the last draft token, the root, draft tokens but the last
         text = more
 
 
-def test_confirmed_guesses_of_trees_are_not_read_again_whatever_was_left_out(blueprint: Blueprint) -> None:
-    """Of any path of the tree only its last guess may be unread, though nodes were read that did not stay."""
+def test_accepted_nodes_of_trees_are_not_read_again(blueprint: Blueprint) -> None:
+    """Of an accepted path only the last node may be unread, although the tree's nodes were read in another order."""
     text, budget, left_out = random_text(30, 4), Budget(4, 3, 8), 0
     draft = fresh(blueprint, [Row(0, text)], [budget])
     paths, parents = draft.tree.path_tokens()[0].tolist(), set(draft.tree.parents[0].tolist())
     for node in range(1, draft.tree.tokens.shape[1]):
-        drafter, guesses = make(blueprint), [token for token in paths[node] if token >= 0]
+        drafter, path_tokens = make(blueprint), [token for token in paths[node] if token >= 0]
         drafter.observe(committed([Row(0, text)]))
         before = drafter.runner.num_read
         propose(drafter, [Row(0, text)], [budget])
         left_out += drafter.runner.num_read - before - len(text) - len(parents - {-1, 0})
-        drafter.observe(committed([Row(0, [*text, *guesses, 7])], [len(text) - 1]))
-        assert drafter.unread(0) in ([], guesses[-1:])
+        drafter.observe(committed([Row(0, [*text, *path_tokens, 7])], [len(text) - 1]))
+        assert drafter.unread(0) in ([], path_tokens[-1:])
         runner, length = blueprint.load(512), drafter.runner.length(0)
-        runner.read([Read(0, [*text, *guesses][:length])])
+        runner.read([Read(0, [*text, *path_tokens][:length])])
         runner.keep([0], [range(length)])
         assert torch.equal(rows_of(drafter.runner, 0), rows_of(runner, 0))
     assert left_out > 0
@@ -117,7 +119,7 @@ def test_long_prompts_are_read_in_chunks_to_the_same_bits(
     assert_same(fresh(blueprint, rows, budgets), at_once)
 
 
-def test_beyond_its_context_it_does_not_draft(blueprint: Blueprint) -> None:
+def test_nothing_is_drafted_beyond_the_models_context(blueprint: Blueprint) -> None:
     drafter = make(blueprint)
     for length, limit in ((CONTEXT - 2, 3), (CONTEXT - 1, 2), (CONTEXT, 1), (CONTEXT + 1, 0), (CONTEXT + 9, 0)):
         row = Row(length, random_text(length, length))
@@ -130,14 +132,14 @@ def test_beyond_its_context_it_does_not_draft(blueprint: Blueprint) -> None:
         drafter.forget([length])
 
 
-def test_want_of_memory_makes_drafts_shallower_the_youngest_first(blueprint: Blueprint) -> None:
+def test_with_too_little_cache_the_youngest_rows_are_not_drafted(blueprint: Blueprint) -> None:
     rows = [Row(s, random_text(100, s)) for s in range(4)]
     drafter = make(blueprint, num_tokens=256)  # two rows of two blocks
     drafter.observe(committed(rows))
     tree = propose(drafter, rows[::-1], [Budget(3)] * 4).tree
     assert (tree.valid.sum(1) - 1).tolist() == [0, 0, 3, 3]
     drafter.runner.cache.check()
-    tree = propose(drafter, rows[2:], [Budget(3)] * 2).tree  # the idle ones make room
+    tree = propose(drafter, rows[2:], [Budget(3)] * 2).tree  # rows that are not drafted are evicted
     assert (tree.valid.sum(1) - 1).tolist() == [3, 3]
     expected = fresh(blueprint, rows[2:], [Budget(3)] * 2)
     assert torch.equal(tree.tokens, expected.tree.tokens)
@@ -155,7 +157,7 @@ def test_want_of_memory_makes_drafts_shallower_the_youngest_first(blueprint: Blu
 
 
 @pytest.mark.parametrize("vocab", [600, 450])
-def test_vocabularies_padded_to_other_widths_are_cut_or_filled(blueprint: Blueprint, vocab: int) -> None:
+def test_logits_are_cut_or_padded_to_the_targets_vocabulary_size(blueprint: Blueprint, vocab: int) -> None:
     drafter, row = make(blueprint, vocab=vocab), Row(0, random_text(20, 3))
     row = Row(0, [t % 450 for t in row.text])
     drafter.observe(committed([row]))
@@ -167,15 +169,15 @@ def test_vocabularies_padded_to_other_widths_are_cut_or_filled(blueprint: Bluepr
     if vocab > VOCAB:
         assert torch.equal(tree.tokens[0, :4], fresh(blueprint, [row], [Budget(4, 3, 12)]).tree.tokens[0, :4])
         drafter.observe(committed([Row(0, [*row.text, 580, 4])], [len(row.text) - 1]))
-        assert drafter.outlook([0]).limit == [0]  # a token that it has no embedding for
+        assert drafter.outlook([0]).limit == [0]  # it has no embedding for token 580
         assert drafter.propose(draws_of([Row(0, [580, 4])], vocab), [Budget(2)]).tree.depth == 0
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_draft_says_how_long_its_passes_took(
+def test_a_draft_reports_the_time_of_its_passes(
     blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    """On a clock that only passes move, each by another time, a draft's time is the sum of its own."""
+    """With a clock that only passes advance, each by another time, a draft's time is the sum of its passes'."""
     now_s, took_s = 0.0, []
 
     class SlowRunner(CountingRunner):
@@ -213,20 +215,22 @@ def judge_of(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
     return ModelDrafter(CountingRunner.of(loaded.decoder, num_tokens), VOCAB)
 
 
-def some(rng: random.Random, most: int) -> list[int]:
+def random_tokens(rng: random.Random, most: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(rng.randint(0, most))]
 
 
-def anew(loaded: Runner, text: Sequence[int], num_judged: int) -> torch.Tensor:
-    """The last logits of a text, read in one go."""
+def logits_at_once(loaded: Runner, text: Sequence[int], num_judged: int) -> torch.Tensor:
+    """The last logits of a text read in one pass."""
     runner = Runner.of(loaded.decoder, 512)
     return runner.read([Read(0, text, judged=range(len(text) - num_judged, len(text)))]).logits
 
 
 def check(loaded: Runner, texts: dict[int, list[int]], chains: Sequence[ChainToJudge], judged: JudgeLogits) -> None:
-    """Every answer, packed in the order of the chains, is that of a fresh runner."""
+    """Assert that the logits, packed in the order of the chains, are those of a fresh runner."""
     expected = [
-        anew(loaded, [*texts[chain.seq_id][:-1], *chain.after_text, *chain.draft_tokens], 1 + len(chain.draft_tokens))
+        logits_at_once(
+            loaded, [*texts[chain.seq_id][:-1], *chain.after_text, *chain.draft_tokens], 1 + len(chain.draft_tokens)
+        )
         for chain in (chains[i] for i in judged.indices)
     ]
     assert torch.equal(judged.logits, torch.cat([*expected, torch.empty(0, VOCAB)]))
@@ -234,23 +238,23 @@ def check(loaded: Runner, texts: dict[int, list[int]], chains: Sequence[ChainToJ
 
 @pytest.mark.short("0", "1", "2")
 @pytest.mark.parametrize("seed", range(6))
-def test_logits_are_those_of_reading_all_anew(loaded: Runner, seed: int) -> None:
-    """Chains that go on from others, drafts between them, and text that becomes final as asked or otherwise."""
+def test_a_judges_logits_are_those_of_the_text_read_in_one_pass(loaded: Runner, seed: int) -> None:
+    """Chains that extend earlier ones, drafts between them, and committed text that equals a chain or not."""
     rng = random.Random(seed)
     judge = judge_of(loaded, 2048 if seed % 2 else 384)
-    texts = {s: [1, *some(rng, 40)] for s in range(4)}
+    texts = {s: [1, *random_tokens(rng, 40)] for s in range(4)}
     judge.observe(committed([Row(s, t) for s, t in texts.items()]))
     emitted: dict[int, list[int]] = {s: [] for s in texts}
     for _ in range(25):
         chosen = rng.sample(sorted(texts), rng.randint(1, 4))
-        chains = [ChainToJudge(s, [texts[s][-1], *emitted[s]], some(rng, 5)) for s in chosen]
+        chains = [ChainToJudge(s, [texts[s][-1], *emitted[s]], random_tokens(rng, 5)) for s in chosen]
         judged = judge.judge(chains)
         assert judged.pass_s > 0
         assert list(judged.indices) == sorted(judged.indices)
         assert len(judged.indices) == len(chains) or seed % 2 == 0
         check(loaded, texts, chains, judged)
         for chain in chains:
-            emitted[chain.seq_id] += [*chain.draft_tokens[: rng.randint(0, 5)], *some(rng, 1)]
+            emitted[chain.seq_id] += [*chain.draft_tokens[: rng.randint(0, 5)], *random_tokens(rng, 1)]
         what = rng.random()
         rows = [Row(s, texts[s]) for s in chosen]
         if what < 0.2:
@@ -258,38 +262,38 @@ def test_logits_are_those_of_reading_all_anew(loaded: Runner, seed: int) -> None
         elif what < 0.6:
             before = [len(texts[s]) - 1 for s in chosen]
             for s in chosen:
-                texts[s] += [*emitted[s][: rng.randint(0, 9)], *some(rng, 1)]
+                texts[s] += [*emitted[s][: rng.randint(0, 9)], *random_tokens(rng, 1)]
                 emitted[s] = []
             judge.observe(committed([Row(s, texts[s]) for s in chosen], before))
         judge.runner.cache.check()
         assert set(judge.runner.tails) <= {s for s in texts if judge.sequences[s].tail}
 
 
-def test_what_a_chain_goes_on_from_is_not_read_again(loaded: Runner) -> None:
+def test_a_judge_does_not_read_the_common_prefix_of_chains_again(loaded: Runner) -> None:
     judge, text = judge_of(loaded), [1, *range(3, 33)]
     judge.observe(committed([Row(0, text)]))
     judge.judge([ChainToJudge(0, [32], [5, 6, 7])])
-    for late, guesses, num_read in (
-        ([32, 5, 6, 9], [8], 2),  # two guesses stand: the new root, and the new guess
-        ([32, 5, 6, 9, 8], [], 1),  # the last token's logits are wanted, so it is read once more
+    for late, draft_tokens, num_read in (
+        ([32, 5, 6, 9], [8], 2),  # two draft tokens stay: read are the new root and the new draft token
+        ([32, 5, 6, 9, 8], [], 1),  # the last token is read again for its logits
         ([32, 5, 6, 9, 8, 4, 3], [7, 7], 4),
         ([32, 1], [], 1),
         ([32], [1, 1, 1], 4),
     ):
         before = judge.runner.num_read
-        judge.judge([ChainToJudge(0, late, guesses)])
+        judge.judge([ChainToJudge(0, late, draft_tokens)])
         assert judge.runner.num_read - before == num_read
 
 
-def test_chains_without_room_are_not_judged(loaded: Runner) -> None:
-    """The others are, and nobody is the worse for it."""
+def test_chains_without_cache_space_are_not_judged(loaded: Runner) -> None:
+    """The other chains are judged."""
     judge = judge_of(loaded, 128)  # two blocks
     rows = [Row(s, [1, *range(3, 40)]) for s in range(3)] + [Row(3, [1] * 300)]
     texts = {row.seq_id: list(row.text) for row in rows}
     judge.observe(committed(rows))
     chains = [ChainToJudge(s, [texts[s][-1]], [4, 5]) for s in (2, 3, 1, 0)]
     judged = judge.judge(chains)
-    assert judged.indices == [2, 3]  # the youngest gives way, and one is longer than the context
+    assert judged.indices == [2, 3]  # the youngest has no space, and one is longer than the context
     check(loaded, texts, chains, judged)
     assert judge.judge([ChainToJudge(0, [39], range(4, 400))]).indices == []
     assert isinstance(judge, Judge)

@@ -1,4 +1,4 @@
-"""Prompt lookup against a brute-force search, and its state against one rebuilt from the text."""
+"""Prompt lookup compared with a brute-force search, and its state with one rebuilt from the text."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ VOCAB = 16
 
 
 def brute_force(text: list[int], min_n: int, max_n: int, depth: int) -> list[int]:
-    """What prompt lookup should guess, by looking at every earlier place, longest suffix and latest place first."""
+    """The draft by definition: a search of every earlier position, longest suffix and latest position first."""
     for n in range(max_n, min_n - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[-n:]:
@@ -30,10 +30,10 @@ def brute_force(text: list[int], min_n: int, max_n: int, depth: int) -> list[int
     return []
 
 
-def guesses(
+def chains_of(
     drafter: NgramDrafter, rows: list[Row], budgets: list[Budget], tail: Committed | None = None
 ) -> list[list[int]]:
-    """The guessed chains as lists."""
+    """The draft tokens of each row."""
     tree = drafter.propose(draws_of(rows, VOCAB), budgets, tail).tree
     assert tree.tokens[:, 0].tolist() == [row.text[-1] for row in rows]
     return [[t for t in row if t >= 0] for row in tree.tokens[:, 1:].tolist()]
@@ -49,12 +49,12 @@ def test_it_copies_from_the_latest_place_of_the_longest_suffix(
     for news in chunked([row], seed):
         drafter.observe(news)
     expected = brute_force(text, min_n, max_n, depth)
-    assert guesses(drafter, [row], [Budget(depth)]) == [expected]
+    assert chains_of(drafter, [row], [Budget(depth)]) == [expected]
     assert drafter.outlook([5]).limit == [sys.maxsize if expected else 0]
 
 
 def matches(text: list[int], min_n: int, max_n: int) -> list[tuple[int, bool]]:
-    """At every place the length of the longest match before it, and whether it told the token there."""
+    """For every position with a match before it: the length of the longest one, and whether it predicts the token."""
     found = []
     for place in range(1, len(text)):
         for n in range(min(max_n, place), min_n - 1, -1):
@@ -65,19 +65,19 @@ def matches(text: list[int], min_n: int, max_n: int) -> list[tuple[int, bool]]:
     return found
 
 
-def rate(counted: list[tuple[int, bool]], n: int, belief: float, fading: float = 1.0) -> float:
-    """How often matches of n tokens were right, the last of them counting most."""
+def rate(counted: list[tuple[int, bool]], n: int, prior: float, fading: float = 1.0) -> float:
+    """The share of matches of n tokens that were right, with the latest weighing most."""
     own = [right for length, right in counted if length == n][::-1]
     met, right = (sum(fading**i * x for i, x in enumerate(xs)) for xs in ([1] * len(own), own))
-    return (right + PRIOR_COUNT * belief) / (met + PRIOR_COUNT)
+    return (right + PRIOR_COUNT * prior) / (met + PRIOR_COUNT)
 
 
 @given(text=LETTERS, others=LETTERS, lengths=LENGTHS, seed=st.integers(0, 99), depth=st.integers(1, 9))
 @settings(max_examples=200, deadline=None)
-def test_it_expects_what_matches_of_a_length_have_given(
+def test_the_estimate_is_the_past_accuracy_of_matches_of_the_same_length(
     text: list[int], others: list[int], lengths: tuple[int, int], seed: int, depth: int
 ) -> None:
-    """Beforehand by this text and others; what is drafted, and how sure of it, follows from this text alone."""
+    """The outlook counts this text and others; the draft and its survival follow from this text alone."""
     min_n, max_n = lengths
     drafter, row = NgramDrafter(max_n, min_n), Row(5, text)
     drafter.observe(committed([Row(1, others)]))
@@ -88,7 +88,7 @@ def test_it_expects_what_matches_of_a_length_have_given(
     every = matches(others, min_n, max_n) + own
     along = [min(last[-1] + i, max_n) for i in range(AUTO_DEPTH)] if last else []
     beliefs = [rate(every, n, PRIOR_RATE, FADING) for n in along]
-    chances = [rate(own, n, belief) for n, belief in zip(along, beliefs, strict=True)]
+    chances = [rate(own, n, prior) for n, prior in zip(along, beliefs, strict=True)]
     estimate = drafter.outlook([5]).estimate
     assert estimate is not None
     assert estimate(0, 0.0) == pytest.approx([math.prod(chances[: i + 1]) for i in range(len(chances))])
@@ -103,7 +103,7 @@ def test_it_expects_what_matches_of_a_length_have_given(
     assert drafter.propose(draws_of([row], VOCAB), [Budget(depth)]).survival is None
 
 
-def test_rows_keep_their_own_budgets_and_unknown_rows_get_a_root_alone() -> None:
+def test_rows_have_their_own_budgets_and_unknown_rows_get_no_draft() -> None:
     drafter = NgramDrafter()
     rows = [Row(4, [5, 6, 5]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7])]
     drafter.observe(committed([rows[2], rows[0]]))

@@ -1,4 +1,4 @@
-"""N-grams: the chances are those of their definition, and what cannot be read is refused."""
+"""N-gram tables: probabilities follow their definition, and unreadable files are refused."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,7 +28,7 @@ TEXTS = st.lists(TEXT, min_size=1, max_size=4)
 
 
 def expected(texts: list[tuple[list[int], int]], context: list[int]) -> dict[int, float]:
-    """Interpolated chances behind the longest end of a context that occurred, of the tokens that are kept."""
+    """Interpolated probabilities of stored tokens after the longest suffix of a context that occurred."""
     chances: dict[int, float] = {}
     for length in range(min(ORDER, len(context)) + 1):
         end = context[len(context) - length :]
@@ -46,7 +46,7 @@ def expected(texts: list[tuple[list[int], int]], context: list[int]) -> dict[int
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS, st.lists(st.integers(0, 5), max_size=4))
-def test_chances_are_those_of_the_definition(
+def test_probabilities_are_those_of_the_definition(
     tmp_path: Path, texts: list[tuple[list[int], int]], context: list[int]
 ) -> None:
     write_ngrams(tmp_path, texts, "v")
@@ -55,7 +55,7 @@ def test_chances_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other", "vocabulary"])
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+def test_an_unreadable_table_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     target = Blueprint.of(str(TARGET))
     context = DraftContext(target, target.tokenizer())
     write_ngrams(tmp_path, [(story(50, 1), 1)], "v" if damage == "vocabulary" else context.tokenizer.fingerprint())

@@ -1,4 +1,4 @@
-"""An object that is no drafter is refused before the target is loaded, with what it lacks."""
+"""An object that is no drafter is refused before the target is loaded; the message says what it lacks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class Resting(Stateless):
 
 
 class Tapping(Resting):
-    """Reads states, and does without them where the target does not read."""
+    """A drafter that reads states, and works without those of adopted tokens."""
 
     taps = (0, 5, -1)
 
@@ -33,7 +33,7 @@ class Tapping(Resting):
 
 
 def of(kind: type[Resting], **parts: object) -> Any:
-    """A drafter with other parts."""
+    """A drafter with some attributes replaced."""
     return type(kind.__name__, (kind,), parts)()
 
 

@@ -1,4 +1,4 @@
-"""Drafters that read the target's states rest: they read nothing until they are asked, and guess as if they had."""
+"""Drafters that read the target's states read nothing while paused, and later draft as if they had read all along."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draft.rounds import Beside, Row, committed, draws_of
+from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.cache.shared_prefix import MIN_SHARED
 from forerun.draft.base import Budget, Drafter
 from forerun.draft.model import follower, unread_states
@@ -30,8 +30,8 @@ def bench() -> Bench:
     return Bench.of(dtype="float32")
 
 
-def beside(bench: Bench, name: str) -> Beside:
-    """A drafter beside a target, alone or behind suffix trees in a mix."""
+def with_target(bench: Bench, name: str) -> DrafterWithTarget:
+    """A drafter with a target, alone or after suffix trees in a mix."""
     runner, member = bench.with_cache(bench.runner, 4096), name.removeprefix("mix of ")
     plan = plan_drafter(f"mix[suffix,{spelled(member)}]" if member != name else spelled(name), context())
     drafter = plan.build(dict.fromkeys((*plan.models, *plan.remembered_bytes), 4096), None, runner)
@@ -40,7 +40,7 @@ def beside(bench: Bench, name: str) -> Beside:
     reader.runner = Runner.of(reader.runner.decoder, 4096, 16)
     if isinstance(reader, EarlyExitDrafter):
         reader.adapter = reader.runner
-    return Beside(runner, drafter)
+    return DrafterWithTarget(runner, drafter)
 
 
 def reader_of(drafter: Drafter) -> Follower:
@@ -51,7 +51,7 @@ def reader_of(drafter: Drafter) -> Follower:
 
 
 def watched(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each pass of a runner will have read."""
+    """A list to which each pass of a runner appends its number of tokens."""
     read, counts = runner.read, list[int]()
 
     def counted(reads: Sequence[Read], **more: Any) -> Outputs:
@@ -70,15 +70,17 @@ def budget(name: str, rng: random.Random, most: int = 4) -> Budget:
 
 @pytest.mark.short("mtp", "block", "mix of eagle")
 @pytest.mark.parametrize("name", [*NAMES, *MIXED])
-def test_a_drafter_that_rests_makes_no_pass(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over 100 rounds, in which the other member of a mix may draft; then it reads them all, and guesses the same as
-    one that was refuted in every round."""
-    ours, theirs, text = beside(bench, name), beside(bench, name), story(240, 1)
+def test_a_paused_drafter_makes_no_pass_and_later_drafts_the_same(
+    bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For over 100 rounds, in which the other member of a mix may draft; then it reads them all, and drafts the same as
+    a drafter whose drafts were rejected in every round."""
+    ours, theirs, text = with_target(bench, name), with_target(bench, name), story(240, 1)
     counts, rng = watched(reader_of(ours.drafter).runner, monkeypatch), random.Random(1)
     for end in range(40, len(text)):
-        told, rows = end - 2 if end > 40 else 0, [Row(3, text[:end])]
+        start, rows = end - 2 if end > 40 else 0, [Row(3, text[:end])]
         for drafter in (ours, theirs):
-            drafter.observe(committed(rows, [told]))
+            drafter.observe(committed(rows, [start]))
         assert ours.outlook([3]).unread[0] == end - 1
         theirs.propose(draws_of(rows, VOCAB), [budget(name, rng)])
         if name in MIXED:
@@ -93,42 +95,42 @@ def test_a_drafter_that_rests_makes_no_pass(bench: Bench, name: str, monkeypatch
 
 @dataclass
 class Histories:
-    """Texts of one salt that begin alike, and two drafters beside targets of their own.
+    """Texts with common prefixes and one salt, and two drafters with their own targets.
 
-    One is shown all states and drafts always; the other mostly rests, and takes over as much of new texts as it can.
+    One drafts in every step; the other is mostly paused, and adopts as much of new texts as it can.
     """
 
     name: str
     rng: random.Random
-    ours: Beside
-    theirs: Beside
+    ours: DrafterWithTarget
+    theirs: DrafterWithTarget
     texts: dict[int, list[int]] = field(default_factory=dict)
-    told: dict[int, int] = field(default_factory=dict)
+    num_committed: dict[int, int] = field(default_factory=dict)
     past: list[list[int]] = field(default_factory=lambda: [story(150, 0)])
     num_adopted: int = 0
     num_compared: int = 0
 
-    def tell(self, seq_ids: list[int], ends: list[int], adopted: bool = False) -> None:
-        """News of these texts up to such places, where their roots are."""
+    def commit(self, seq_ids: list[int], ends: list[int], adopted: bool = False) -> None:
+        """Let both drafters observe these texts up to `ends`, the positions of their roots."""
         rows = [Row(s, self.texts[s][: end + 1]) for s, end in zip(seq_ids, ends, strict=True)]
-        news = committed(rows, [self.told.get(s, 0) for s in seq_ids])
+        news = committed(rows, [self.num_committed.get(s, 0) for s in seq_ids])
         self.theirs.observe(news)
         self.ours.observe(replace(news, salts=["us"] * len(rows), adopted=adopted))
-        self.told.update(zip(seq_ids, ends, strict=True))
+        self.num_committed.update(zip(seq_ids, ends, strict=True))
 
     def begin(self, seq_id: int) -> None:
-        """A text that goes on from an earlier one."""
+        """Begin a text that goes on from an earlier one."""
         begun = self.rng.choice([*self.past, *self.texts.values()])
         self.texts[seq_id] = begun[: self.rng.randint(1, len(begun))][:220] + story(200, seq_id)[1:]
         most = self.ours.adoptable(self.texts[seq_id], self.rng.randint(1, 240), "us")
         if most >= MIN_SHARED:
-            self.tell([seq_id], [most], adopted=True)
+            self.commit([seq_id], [most], adopted=True)
             self.num_adopted += 1
-        self.tell([seq_id], [self.told.get(seq_id, 0) + self.rng.randint(1, 90)])
+        self.commit([seq_id], [self.num_committed.get(seq_id, 0) + self.rng.randint(1, 90)])
 
     def draft(self) -> None:
-        """One drafts all, the other now and then some of them: the same guesses."""
-        rows = [Row(s, self.texts[s][: told + 1]) for s, told in self.told.items()]
+        """One drafter drafts all texts, the other sometimes some of them: the drafts are the same."""
+        rows = [Row(s, self.texts[s][: count + 1]) for s, count in self.num_committed.items()]
         budgets = [budget(self.name, self.rng) for _ in rows]
         found = self.theirs.propose(draws_of(rows, VOCAB, temperature=1.0), budgets).tree.fetched()
         if self.rng.random() < 0.15:
@@ -140,7 +142,7 @@ class Histories:
                 self.num_compared += len(tree.tokens) > 1
 
     def step(self, number: int) -> None:
-        """Something happens."""
+        """Begin, forget or extend texts at random, then draft."""
         chance = self.rng.random()
         if len(self.texts) < 2 or (chance < 0.15 and len(self.texts) < 5):
             self.begin(number)
@@ -148,10 +150,12 @@ class Histories:
             seq_id = self.rng.choice(list(self.texts))
             for drafter in (self.ours, self.theirs):
                 drafter.forget([seq_id])
-            self.past.append(self.texts.pop(seq_id)[: self.told.pop(seq_id)])
+            self.past.append(self.texts.pop(seq_id)[: self.num_committed.pop(seq_id)])
         else:
             chosen = self.rng.sample(list(self.texts), self.rng.randint(1, len(self.texts)))
-            self.tell(chosen, [min(len(self.texts[s]) - 1, self.told[s] + self.rng.randint(0, 9)) for s in chosen])
+            self.commit(
+                chosen, [min(len(self.texts[s]) - 1, self.num_committed[s] + self.rng.randint(0, 9)) for s in chosen]
+            )
         if self.texts:
             self.draft()
 
@@ -159,15 +163,15 @@ class Histories:
 @pytest.mark.short("mtp-roomy", "eagle-short of room")
 @pytest.mark.parametrize("room", ["roomy", "short of room"])
 @pytest.mark.parametrize("name", [*NAMES, *MIXED])
-def test_when_a_text_is_read_changes_no_guess(
+def test_the_time_at_which_a_text_is_read_changes_no_draft(
     bench: Bench, name: str, room: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read at once, in pieces, where the states of unread text take too much, or by another text that begins alike."""
+    """It is read in one pass, in pieces, because unread states take too much memory, or adopted from another text."""
     if room == "short of room":
         monkeypatch.setattr(unread_states, "UNREAD_BYTES", 30_000)
         monkeypatch.setattr(follower, "CHUNK_TOKENS", 24)
         monkeypatch.setattr(follower, "LEAST_WAITED", 8)
-    histories = Histories(name, random.Random(name), beside(bench, name), beside(bench, name))
+    histories = Histories(name, random.Random(name), with_target(bench, name), with_target(bench, name))
     for number in range(150):
         histories.step(number)
     assert histories.num_compared > 12

@@ -1,4 +1,4 @@
-"""Chains of drafters that read states, drawn by one call of the compiled kernels: the same guesses as step by step."""
+"""Chains of drafters that read states, drawn in one call of the compiled kernels, equal those drawn step by step."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,20 +32,20 @@ FORMS: dict[str, Callable[[Path], str]] = {
     "mtp": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'deepseek')}",
     "mtp, state first": lambda folder: f"mtp:{apart(TARGET, folder, 1, 'mimo')}",
 }
-Guesses = dict[tuple[int, ...], list[int]]  # by the text up to the root
+Drafts = dict[tuple[int, ...], list[int]]  # draft tokens by the text up to the root
 
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    """Without compiled kernels there is no such call."""
+    """Skip the tests without compiled kernels, which have this call."""
     try:
         library()
     except NoKernels as error:
         pytest.skip(f"no kernels: {error}")
 
 
-def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LLM, Guesses]:
-    """An engine, and what its drafter will have guessed; `at_once` says whether a call may draw whole chains."""
+def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[LLM, Drafts]:
+    """An engine, and the drafts that its drafter will make; `at_once` says whether one call may draw entire chains."""
     llm = LLM(str(TARGET), draft, dtype="float32", kernels="native", chunk_tokens=7, **options)
     drafter, found = llm.drafter, dict[tuple[int, ...], list[int]]()
     assert isinstance(drafter, StateFollower)
@@ -73,15 +73,15 @@ def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **option
 def test_chains_drawn_at_once_are_those_drawn_step_by_step(
     form: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In rounds of several sequences, of which one guess may end a chain early where its draw is nearly a tie."""
+    """In rounds of several sequences; a draw that is nearly a tie may end a chain early."""
     draft = FORMS[form](tmp_path / "heads")
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=30) for i in range(len(STARTS))]
     found, answers = [], []
     for at_once in (True, False):
-        llm, guesses = watched(draft, at_once, monkeypatch, speculation=Speculation(5), max_num_seqs=3)
+        llm, drafts = watched(draft, at_once, monkeypatch, speculation=Speculation(5), max_num_seqs=3)
         answers.append([result.outputs[0].token_ids for result in llm.generate(list(STARTS), params)])
         llm.drafter.runner.cache.check()  # type: ignore[union-attr]
-        found.append(guesses)
+        found.append(drafts)
         llm.close()
     assert answers[0] == answers[1]
     shared = found[0].keys() & found[1].keys()
@@ -90,13 +90,11 @@ def test_chains_drawn_at_once_are_those_drawn_step_by_step(
     assert sum(map(len, found[0].values())) > 100
 
 
-def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_drawn_in_one_call_ends_below_min_survival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = FORMS["mtp"](tmp_path / "heads")
     lengths = []
-    for price in (0.0, 0.05, 0.6):
-        llm, guesses = watched(draft, True, monkeypatch, speculation=Speculation(5), max_num_seqs=1)
+    for min_survival in (0.0, 0.05, 0.6):
+        llm, drafts = watched(draft, True, monkeypatch, speculation=Speculation(5), max_num_seqs=1)
         drafter = llm.drafter
         assert isinstance(drafter, StateFollower)
         proposing = drafter.propose
@@ -105,26 +103,26 @@ def test_a_chain_drawn_at_a_price_ends_where_its_guesses_are_worth_less(
             draws: Draws,
             budgets: Sequence[Budget],
             tail: Committed | None = None,
-            price: float = price,
+            min_survival: float = min_survival,
             proposing: Callable[..., Draft] = proposing,
         ) -> Draft:
-            draft = proposing(draws, [Budget(b.depth, min_survival=price) for b in budgets], tail)
-            assert (draft.survival is not None) == (price > 0)
+            draft = proposing(draws, [Budget(b.depth, min_survival=min_survival) for b in budgets], tail)
+            assert (draft.survival is not None) == (min_survival > 0)
             return draft
 
         monkeypatch.setattr(drafter, "propose", priced)
         llm.generate(STARTS[0], SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True))
-        lengths.append(sum(map(len, guesses.values())) / len(guesses))
+        lengths.append(sum(map(len, drafts.values())) / len(drafts))
         llm.close()
     assert lengths[0] > lengths[1] > lengths[2]
 
 
 @pytest.mark.parametrize("form", ["eagle-3", "mtp"])
-def test_a_round_reads_its_text_once_and_draws_in_one_call(
+def test_a_round_reads_new_text_and_draws_in_one_call(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What became final is read with the root behind it in the very call that draws; a prompt in a pass before."""
-    llm, guesses = watched(FORMS[form](tmp_path / "heads"), True, monkeypatch, speculation=Speculation(4))
+    """Committed tokens and the root are read in the call that draws; a prompt in a pass before."""
+    llm, drafts = watched(FORMS[form](tmp_path / "heads"), True, monkeypatch, speculation=Speculation(4))
     drafter = llm.drafter
     assert isinstance(drafter, StateFollower)
     reading, drawing, passes, texts = drafter.runner.read, drafter.runner.draw_chains, list[int](), list[int]()
@@ -140,7 +138,7 @@ def test_a_round_reads_its_text_once_and_draws_in_one_call(
     monkeypatch.setattr(drafter.runner, "read", read)
     monkeypatch.setattr(drafter.runner, "draw_chains", draw_chains)
     llm.generate(STARTS[:1], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
-    assert len(texts) == len(guesses) > 20
+    assert len(texts) == len(drafts) > 20
     assert len(passes) == texts.count(0) == 1
-    assert sum(passes) + sum(texts) == max(map(len, guesses)) - 1  # but for the text's first token
+    assert sum(passes) + sum(texts) == max(map(len, drafts)) - 1  # but for the text's first token
     llm.close()

@@ -1,4 +1,4 @@
-"""Suffix decoding against a quadratic oracle that counts anew for every question, over three letters."""
+"""Suffix decoding compared with a quadratic oracle that counts occurrences for every query, over three letters."""
 
 import math
 import random
@@ -45,7 +45,7 @@ def occurrences(texts: Sequence[Sequence[int]], context: Path) -> int:
 def chances(
     path: Path, text: Sequence[int], past: Sequence[Sequence[int]], depth: int, table: NgramTable | None
 ) -> dict[int, float]:
-    """How likely each continuation of text and path is, by counting, the likeliest first."""
+    """The probability of each continuation of text and path, by counting, the likeliest first."""
     whole, contexts = (*text, *path), []
     for source, (texts, times) in enumerate(((past, 1), ([text], 1 if path else 2))):
         lengths = [n for n in range(1, min(depth, len(whole) + 1)) if occurrences(texts, whole[-n:]) >= times]
@@ -65,7 +65,7 @@ def chances(
 def oracle(
     text: Sequence[int], past: Sequence[Sequence[int]], budget: Budget, depth: int, table: NgramTable | None = None
 ) -> dict[Path, float]:
-    """The likeliest of all paths, best first, and how likely each is."""
+    """The likeliest of all paths, best first, with their probabilities."""
     best: dict[Path, float] = {(): 1.0}
     least = max(LEAST_SURVIVAL, budget.min_survival)
     while len(best) <= budget.nodes:
@@ -83,8 +83,8 @@ def oracle(
     return best
 
 
-def guesses(draft: Draft) -> list[dict[Path, float]]:
-    """A draft's guesses in order, by their path from the root, and their survival, which it gives in float32."""
+def paths_of(draft: Draft) -> list[dict[Path, float]]:
+    """A draft's nodes in order: their paths from the root with their survival, which the draft holds in float32."""
     trees = draft.tree.host()
     if draft.survival is not None:
         assert torch.equal(draft.survival, survival_of(trees))
@@ -111,7 +111,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> NgramTable:
 
 @settings(max_examples=200, deadline=None)
 @given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.integers(0, 9), st.booleans())
-def test_it_guesses_what_the_oracle_guesses(
+def test_drafts_are_those_of_the_oracle(
     table: NgramTable,
     text: list[int],
     past: list[list[int]],
@@ -121,7 +121,7 @@ def test_it_guesses_what_the_oracle_guesses(
     num_late: int,
     with_table: bool,
 ) -> None:
-    """Chains and trees, with and without a past and a table, told in any pieces, the last of them as a tail."""
+    """Chains and trees, with and without past answers and a table; text is observed in pieces, the last as a tail."""
     known = table if with_table else None
     drafter, row = drafter_of(past, depth, "a", known), Row(5, text, "a")
     drafter.past.add(1, "b", [0, 1, 2] * 5)
@@ -132,7 +132,7 @@ def test_it_guesses_what_the_oracle_guesses(
         tail = committed([row], [early - 1])
         found = drafter.propose(draws_of([row], VOCAB), [budget], tail)
         expected = oracle(text, past, budget, depth, known)
-    (one,) = guesses(found)
+    (one,) = paths_of(found)
     assert list(one.items()) == list(expected.items())
     assert (found.survival is None) == (budget.min_survival == 0 or not one)
     assert (len(one) > 0) == (math.fsum(expected.values()) > 0)
@@ -140,7 +140,7 @@ def test_it_guesses_what_the_oracle_guesses(
 
 @settings(max_examples=60, deadline=None)
 @given(LETTERS, PAST, DEPTHS, BUDGETS, st.integers(0, 99), st.booleans(), st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.2]))
-def test_the_estimate_is_the_likeliest_chain_down_to_a_survival_and_drafts_do_not_depend_on_it(
+def test_the_estimate_is_the_survival_of_the_likeliest_chain(
     table: NgramTable, text: list[int], past: list[list[int]], depth: int, budget: Budget, seed: int, with_table: bool,
     least: float,
 ) -> None:  # fmt: skip
@@ -154,43 +154,43 @@ def test_the_estimate_is_the_likeliest_chain_down_to_a_survival_and_drafts_do_no
         assert outlook.estimate is not None
         assert [outlook.estimate(i, least) for i in range(2)] == [expected, ()]
         assert (outlook.unread, outlook.limit) == ([0, 0], [sys.maxsize, 0])
-        (one,) = guesses(drafter.propose(draws_of([row], VOCAB), [budget]))
+        (one,) = paths_of(drafter.propose(draws_of([row], VOCAB), [budget]))
         assert list(one.items()) == list(oracle(text, past, budget, depth, known).items())
 
 
-def test_an_answer_drafts_for_its_tenant_and_for_nobody_else() -> None:
+def test_a_past_answer_drafts_for_its_tenant_only() -> None:
     drafter = SuffixDrafter()
-    said = [9, 8, 1, 2, 3, 4, 5, 6]
-    drafter.observe(committed([Row(0, said, "a", num_prompt=2)]))
+    text = [9, 8, 1, 2, 3, 4, 5, 6]
+    drafter.observe(committed([Row(0, text, "a", num_prompt=2)]))
     for tenant, expected in (("a", []), ("b", []), ("", [])):
-        assert chain_of(drafter, Row(1, [7, 1, 2, 3], tenant)) == expected  # not yet: it is still being said
+        assert chain_of(drafter, Row(1, [7, 1, 2, 3], tenant)) == expected  # not yet: the answer is unfinished
         drafter.forget([1])
     drafter.forget([0])
     for tenant, expected in (("a", [4, 5, 6]), ("b", []), ("", [])):
         assert chain_of(drafter, Row(2, [7, 1, 2, 3], tenant)) == expected
-        assert chain_of(drafter, Row(3, [9, 8], tenant)) == []  # the prompt was not answered
+        assert chain_of(drafter, Row(3, [9, 8], tenant)) == []  # a prompt is not a past answer
         drafter.forget([2, 3])
 
 
 def chain_of(drafter: SuffixDrafter, row: Row) -> list[int]:
-    """What a sequence that is told at once gets."""
+    """The draft of a sequence whose text is observed at once."""
     drafter.observe(committed([row]))
     tokens: list[int] = drafter.propose(draws_of([row], VOCAB), [Budget(3)]).tree.tokens[0, 1:].tolist()
     return tokens
 
 
-def test_a_text_that_nobody_owns_stays_out_of_every_past() -> None:
+def test_a_text_without_a_tenant_is_not_stored() -> None:
     drafter = SuffixDrafter()
     drafter.observe(replace(committed([Row(0, [1, 2, 3, 4, 1, 2])]), tenants=(), num_prompts=()))
-    assert drafter.estimate(0)  # its own text is its own
+    assert drafter.estimate(0)  # its own text is used
     drafter.forget([0])
     assert not drafter.past.answers
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), LETTERS, st.integers(0, 3)), min_size=2, max_size=12))
-def test_what_other_tenants_say_changes_nothing(traffic: list[tuple[str, list[int], int]]) -> None:
-    """Every draft and every estimate is the same in mixed traffic and in one's own alone."""
+def test_drafts_do_not_depend_on_other_tenants(traffic: list[tuple[str, list[int], int]]) -> None:
+    """Every draft and every estimate is the same in mixed traffic and in the tenant's own traffic."""
     mixed = SuffixDrafter(PastAnswers(8))
     alone = {"a": SuffixDrafter(PastAnswers(8)), "b": SuffixDrafter(PastAnswers(8))}
     with unchecked():
@@ -200,20 +200,20 @@ def test_what_other_tenants_say_changes_nothing(traffic: list[tuple[str, list[in
             for drafter in both:
                 drafter.observe(committed([row]))
             assert mixed.estimate(seq_id) == alone[tenant].estimate(seq_id)
-            here, there = (guesses(d.propose(draws_of([row], VOCAB), [Budget(4, 2, 6)])) for d in both)
+            here, there = (paths_of(d.propose(draws_of([row], VOCAB), [Budget(4, 2, 6)])) for d in both)
             assert here == there
             if seq_id % 3:
                 for drafter in both:
                     drafter.forget([seq_id])
 
 
-def test_who_is_preempted_and_comes_back_is_past_once() -> None:
+def test_a_preempted_and_resumed_answer_is_stored_once() -> None:
     whole, once = Row(0, [9, 1, 2, 3, 4, 5], "a"), SuffixDrafter()
     often = SuffixDrafter()
     once.observe(committed([whole]))
     for length in (3, 4, 6):
         often.forget([0])
-        assert len(often.past.answers) == (length > 3)  # until it is back, what it said can serve others
+        assert len(often.past.answers) == (length > 3)  # until it resumes, its answer serves other requests
         often.observe(committed([replace(whole, text=whole.text[:length])]))
         assert not often.past.answers
     for drafter in (once, often):
@@ -224,10 +224,10 @@ def test_who_is_preempted_and_comes_back_is_past_once() -> None:
 
 @pytest.mark.parametrize("letters", [2, 4000])
 @pytest.mark.parametrize("length", [300, 6000])
-def test_a_round_costs_at_most_the_same_however_long_the_text_and_the_past(
+def test_the_work_of_a_round_does_not_grow_with_the_text_and_past_answers(
     length: int, letters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Operations on trees are counted: looking a continuation up, and asking what is likely. Depths bound them."""
+    """Counts operations on trees: looking up a continuation, and listing likely ones. Depths bound their number."""
     dice, counts = random.Random(length), Counter[str]()
 
     def counting(name: str, method: Callable[..., object]) -> Callable[..., object]:
@@ -265,7 +265,7 @@ def test_a_round_costs_at_most_the_same_however_long_the_text_and_the_past(
                 assert counts["after"] <= budget.nodes * each * (budget.width > 1)  # a chain is the estimated one
 
 
-def test_rows_keep_their_own_budgets_and_strangers_get_a_root_alone() -> None:
+def test_rows_have_their_own_budgets_and_unknown_sequences_get_no_draft() -> None:
     drafter = SuffixDrafter()
     rows = [Row(4, [5, 6, 5, 6, 5, 6]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7, 7])]
     drafter.observe(committed([rows[2], rows[0]]))

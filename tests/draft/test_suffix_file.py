@@ -1,4 +1,4 @@
-"""PastAnswers answers on disk: nothing is lost when a process dies, and no file is harmed that is not understood."""
+"""Past answers on disk: none is lost when a process dies, and files that are not understood are not changed."""
 
 import os
 import random
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, max_bytes: int = 1 << 20, vocabulary: str = "v") -> PastAnswers:
-    """The past as a process that starts finds it."""
+    """The past answers as a new process loads them."""
     return PastAnswers(6, max_bytes, PastFile(path, vocabulary))
 
 
@@ -49,7 +49,7 @@ def fill(past: PastAnswers, count: int, seed: int = 0) -> None:
 
 
 def in_a_process(work: Callable[[], None]) -> int:
-    """Begin to do it in a process of its own; its number."""
+    """Start `work` in a forked process; its process id."""
     child = os.fork()
     if child == 0:
         try:
@@ -61,11 +61,11 @@ def in_a_process(work: Callable[[], None]) -> int:
 
 
 def end_of(child: int) -> int:
-    """Wait for a process; how it ended."""
+    """Wait for a process; its exit status."""
     return os.waitpid(child, 0)[1]
 
 
-def test_what_is_written_is_read_back(path: Path) -> None:
+def test_answers_are_restored_in_the_next_process(path: Path) -> None:
     """In the next process too, and in the one after that; sequences are numbered from 0 in each."""
     known: list[tuple[str, str, list[int]]] = []
     for process in range(3):
@@ -77,19 +77,19 @@ def test_what_is_written_is_read_back(path: Path) -> None:
     again = opened(path)
     for tenant, tree in past.trees.items():
         assert again.trees[tenant].root == tree.root
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # these are somebody's texts
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # they are a user's texts
 
 
 def test_a_sequence_that_came_back_is_restored_once(path: Path) -> None:
     past = opened(path)
-    for said in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):
+    for answer_tokens in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):
         past.reopen(7)
-        past.add(7, "a", said)
+        past.add(7, "a", answer_tokens)
     assert len(path.read_bytes().splitlines()) == 4
     assert [tokens for _, _, tokens in contents(opened(path))] == [[1, 2, 3, 4]]
 
 
-def test_what_a_killed_process_had_answered_is_there(path: Path) -> None:
+def test_answers_of_a_killed_process_are_restored(path: Path) -> None:
     def work() -> None:
         fill(opened(path), 9)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -98,8 +98,8 @@ def test_what_a_killed_process_had_answered_is_there(path: Path) -> None:
     assert len(contents(opened(path))) == 9
 
 
-def test_processes_that_share_a_file_lose_nothing(path: Path) -> None:
-    """While one starts after the other, and each start writes the file anew without what is dead in it."""
+def test_processes_that_share_a_file_lose_no_answer(path: Path) -> None:
+    """Although processes start one after the other, and each start rewrites the file without dead entries."""
     past = opened(path)
     for _ in range(SLACK + 9):
         past.add(0, "", [1, 2, 3])
@@ -117,8 +117,8 @@ def test_processes_that_share_a_file_lose_nothing(path: Path) -> None:
     assert len(found) == 161
 
 
-def test_wherever_a_write_was_cut_short_all_whole_answers_are_there(path: Path) -> None:
-    """Cut at every byte; what is added then is not lost either."""
+def test_all_complete_answers_are_restored_wherever_a_write_was_cut_short(path: Path) -> None:
+    """The file is cut at every byte; answers that are added afterwards are not lost, either."""
     past = opened(path)
     fill(past, 2)
     known, data = contents(past), path.read_bytes()
@@ -130,15 +130,15 @@ def test_wherever_a_write_was_cut_short_all_whole_answers_are_there(path: Path) 
                 opened(path)
             assert path.read_bytes() == data[:cut]
             continue
-        whole = sum(end <= cut for end in ends[1:])  # one that lacks the end of its line alone is whole
+        whole = sum(end <= cut for end in ends[1:])  # a line that only lacks its line break is complete
         found = opened(path)
         assert contents(found) == known[:whole]
         found.add(0, "z", [1, 1])
         assert contents(opened(path)) == [*known[:whole], (found.name(0), "z", [1, 1])]
 
 
-def test_a_damaged_line_is_refused_and_the_file_left_alone(path: Path) -> None:
-    """Bytes changed, lost or put in at random: refused, or something sound is read."""
+def test_a_damaged_file_is_refused_and_not_changed(path: Path) -> None:
+    """With bytes changed, removed or inserted at random, the file is refused, or valid answers are read."""
     past, dice = opened(path), random.Random(0)
     fill(past, 4)
     data, num_refused = path.read_bytes(), 0
@@ -164,7 +164,7 @@ def test_a_damaged_line_is_refused_and_the_file_left_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (b"", "line 3 of .* is damaged: delete that line, or name another file"),
         (b"[1]", "line 3"),
@@ -176,23 +176,23 @@ def test_a_damaged_line_is_refused_and_the_file_left_alone(path: Path) -> None:
         (b"[" * 100_000, "line 3"),
     ],
 )
-def test_a_line_that_makes_no_sense_is_named(path: Path, line: bytes, said: str) -> None:
+def test_an_invalid_line_is_refused_with_its_number(path: Path, line: bytes, message: str) -> None:
     fill(opened(path), 3)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], line + b"\n", *lines[2:]]))
-    with pytest.raises(PastFileError, match=said):
+    with pytest.raises(PastFileError, match=message):
         opened(path)
 
 
 @pytest.mark.parametrize("data", [b"my diary\n", b"my diary", b"\x89PNG\r\n\x1a\n", b"\n", b"{}\n", b"[]\n{}\n"])
-def test_another_file_is_refused_and_left_alone(path: Path, data: bytes) -> None:
+def test_a_file_of_another_kind_is_refused_and_not_changed(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(PastFileError, match="no file of past answers: name another file, or one that does not exist"):
         opened(path)
     assert path.read_bytes() == data
 
 
-def test_other_tokenizers_and_other_forms_are_refused(path: Path) -> None:
+def test_files_of_other_tokenizers_and_versions_are_refused(path: Path) -> None:
     fill(opened(path), 3)
     data = path.read_bytes()
     with pytest.raises(VocabularyMismatch, match="another tokenizer's ids: name another file"):
@@ -203,7 +203,7 @@ def test_other_tokenizers_and_other_forms_are_refused(path: Path) -> None:
         opened(path)
 
 
-def test_a_place_that_cannot_be_written_is_refused_at_once(path: Path, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused_at_once(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"")
     places = [tmp_path / "no" / "folder", tmp_path, path / "below", Path("/dev/full")]
     for place in places:
@@ -218,14 +218,14 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(path: Path, tmp_path:
 
 
 class Full(FileIO):
-    """A disk without room for all of it."""
+    """A file on a disk that is nearly full."""
 
     def write(self, data: bytes) -> int:
         return super().write(data[: len(data) // 2])
 
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "a\0b", "\ud800", "x" * 5000, f"{'x' * 300}/y"])
-def test_a_path_that_is_none_is_refused_by_name(name: str) -> None:
+def test_an_invalid_path_is_refused_by_name(name: str) -> None:
     context = DraftContext(target := Blueprint.of(str(TARGET)), target.tokenizer(), print)
     with pytest.raises(PastFileError, match="cannot be used for past answers") as refusal:
         plan_drafter(f'suffix:"{name}"', context)
@@ -240,7 +240,7 @@ def test_a_lock_that_cannot_be_created_ends_in_a_warning(path: Path, monkeypatch
         past.add(1, "", [1, 2])
 
 
-def test_two_that_begin_one_file_with_other_tokenizers_do_not_mix_their_ids(path: Path) -> None:
+def test_processes_with_different_tokenizers_do_not_mix_ids_in_a_new_file(path: Path) -> None:
     first, second = opened(path), opened(path, vocabulary="w")  # the file is not there yet
     first.add(1, "", [1, 2])
     with pytest.warns(RuntimeWarning, match="another tokenizer's ids"):
@@ -257,15 +257,15 @@ def test_the_next_answer_does_not_continue_a_line_of_a_killed_process(path: Path
     assert contents(opened(path)) == contents(past)
 
 
-def test_a_line_is_written_whole_or_not_at_all(path: Path) -> None:
+def test_a_line_is_written_atomically(path: Path) -> None:
     path.write_bytes(b"before\n")
     with Full(path, "a") as file, pytest.raises(OSError, match="No space"):
         write_all(file, b"a line\n")
     assert path.read_bytes() == b"before\n"
 
 
-def test_a_disk_that_fills_up_costs_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said once; drafting goes on, and the file is as it was."""
+def test_a_full_disk_is_a_warning_and_leaves_the_file_unchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning is given; drafting goes on, and the file is unchanged."""
     past = opened(path)
     fill(past, 3)
     data = path.read_bytes()
@@ -283,7 +283,7 @@ def test_a_disk_that_fills_up_costs_no_answer(path: Path, monkeypatch: pytest.Mo
     assert path.read_bytes() == data
 
 
-def test_a_file_that_vanishes_is_begun_anew(path: Path) -> None:
+def test_a_removed_file_is_created_again(path: Path) -> None:
     past = opened(path)
     fill(past, 3)
     path.unlink()
@@ -291,8 +291,10 @@ def test_a_file_that_vanishes_is_begun_anew(path: Path) -> None:
     assert [tokens for _, _, tokens in contents(opened(path))] == [[5, 6]]
 
 
-def test_what_there_is_no_room_for_leaves_the_file_at_a_start(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest are restored, and if most of a file is dead it is written anew, whole or not at all."""
+def test_answers_beyond_the_size_limit_are_removed_from_the_file_at_a_start(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest answers are restored; if most of a file is dead it is rewritten, atomically."""
     past = opened(path)
     fill(past, 5 * SLACK)
     known, data = contents(past), path.read_bytes()
@@ -311,7 +313,7 @@ def test_what_there_is_no_room_for_leaves_the_file_at_a_start(path: Path, monkey
     assert contents(opened(path)) == known[-kept:]
 
 
-def test_an_answer_too_large_for_all_room_is_not_written(path: Path) -> None:
+def test_an_answer_larger_than_the_size_limit_is_not_written(path: Path) -> None:
     past = opened(path, max_bytes=10_000)
     past.add(0, "a", [1, 2])
     data = path.read_bytes()
@@ -319,8 +321,8 @@ def test_an_answer_too_large_for_all_room_is_not_written(path: Path) -> None:
     assert path.read_bytes() == data
 
 
-def test_the_drafter_by_its_name(path: Path) -> None:
-    """Checked when it is planned; each drafter that is built finds what the ones before it left."""
+def test_a_drafter_spelled_with_a_file_uses_it(path: Path) -> None:
+    """The file is checked when the drafter is planned; each drafter loads what those before it stored."""
     target = Blueprint.of(str(TARGET), dtype="float32")
     context, runner = DraftContext(target, target.tokenizer()), target.load(64)
     plan = plan_drafter(f"suffix:{path}", context)

@@ -1,4 +1,4 @@
-"""What is kept of sequences that are gone: by tenant, up to a size, the oldest first to go; and found again quickly."""
+"""Past answers are stored by tenant, up to a size; the oldest are removed first, and lookups are fast."""
 
 import random
 from collections import Counter
@@ -19,7 +19,7 @@ LETTERS = st.lists(st.integers(0, 2), max_size=30)
 
 
 def check(past: PastAnswers) -> None:
-    """The trees are those of the answers that are kept, each in its tenant's, and the size is theirs."""
+    """Assert that each tenant's tree holds the stored answers, and that the size is right."""
     assert past.num_bytes <= past.max_bytes
     assert past.num_bytes == sum(tree.num_bytes for tree in past.trees.values())
     assert set(past.trees) == {kept.tenant for kept in past.answers.values()}
@@ -34,10 +34,10 @@ def check(past: PastAnswers) -> None:
     st.integers(0, 12_000),
     st.randoms(use_true_random=False),
 )
-def test_the_oldest_go_when_there_is_no_room(
+def test_the_oldest_answers_are_removed_when_the_size_limit_is_reached(
     operations: list[tuple[int, str, list[int]]], max_bytes: int, dice: random.Random
 ) -> None:
-    """After any operations what is left is the newest of what was added, word for word."""
+    """After any operations the newest of the added answers are left, unchanged."""
     past = PastAnswers(DEPTH, max_bytes)
     added: dict[str, tuple[str, list[int]]] = {}
     with unchecked():
@@ -60,7 +60,7 @@ def test_the_oldest_go_when_there_is_no_room(
     assert past.num_bytes == 0
 
 
-def test_nobody_goes_before_there_is_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_is_removed_below_the_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     dice, past, sizes = random.Random(3), PastAnswers(DEPTH, 40_000), []
     drop = past.drop
 
@@ -79,8 +79,8 @@ def test_nobody_goes_before_there_is_need(monkeypatch: pytest.MonkeyPatch) -> No
 
 @settings(max_examples=100, deadline=None)
 @given(LETTERS, st.lists(LETTERS, max_size=4), st.randoms(use_true_random=False))
-def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[list[int]], dice: random.Random) -> None:
-    """However far the text has grown since, and whatever became of the past meanwhile."""
+def test_a_reader_finds_the_same_as_a_fresh_one(text: list[int], answers: list[list[int]], dice: random.Random) -> None:
+    """However far the text has grown, and whatever answers were added or removed meanwhile."""
     past, reader, length = PastAnswers(DEPTH), PastCursor(), 0
     with unchecked():
         while length < len(text):
@@ -97,8 +97,8 @@ def test_a_reader_finds_what_a_fresh_one_finds(text: list[int], answers: list[li
 
 
 @pytest.mark.parametrize("spec", ["suffix", "cascade[suffix,model:{}]"])
-def test_a_small_memory_budget_is_not_overrun(spec: str) -> None:
-    """What is remembered is part of the plan: a share of a small budget, and no more than that however much is said."""
+def test_past_answers_stay_within_their_share_of_a_small_memory_budget(spec: str) -> None:
+    """Past answers are part of the memory plan: they take a share of a small budget, however many there are."""
     llm = LLM(
         str(TARGET), spec.format(SMALL), dtype="float32", max_model_len=64, max_num_seqs=2, memory_bytes=9_000_000
     )
@@ -106,9 +106,9 @@ def test_a_small_memory_budget_is_not_overrun(spec: str) -> None:
     past = drafter.past
     assert 0 < past.max_bytes == llm.plan.remembered_bytes["past answers"] < 9_000_000 // 16
     assert llm.plan.num_bytes <= 9_000_000
-    rng, told = random.Random(0), 0
+    rng, most_bytes = random.Random(0), 0
     for seq_id in range(60):
         past.add(seq_id, "", [rng.randrange(512) for _ in range(64)])
-        told = max(told, past.num_bytes)
-    assert past.max_bytes // 2 < told <= past.max_bytes
+        most_bytes = max(most_bytes, past.num_bytes)
+    assert past.max_bytes // 2 < most_bytes <= past.max_bytes
     assert len(past.answers) < 60

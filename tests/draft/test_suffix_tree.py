@@ -1,4 +1,4 @@
-"""Suffix trees against brute force: every context of every text counted by hand, over three letters."""
+"""Suffix trees compared with brute force, which counts every context of every text, over three letters."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ def counted(texts: Sequence[Sequence[int]], depth: int) -> Counter[Context]:
 
 
 def stored(tree: SuffixTree, num_tokens: int) -> tuple[Counter[Context], int]:
-    """What a tree says of the same, and the bytes that its nodes, its leaves and so many tokens should take."""
+    """A tree's counts of contexts, and the bytes that its nodes, leaves and `num_tokens` tokens should take."""
     counts: Counter[Context] = Counter()
     num_bytes = TOKEN_BYTES * num_tokens
     todo: list[tuple[Context, Node | Leaf]] = [((), tree.root)]
@@ -51,7 +51,7 @@ def stored(tree: SuffixTree, num_tokens: int) -> tuple[Counter[Context], int]:
 
 
 def grown(texts: Sequence[Sequence[int]], depth: int) -> tuple[SuffixTree, list[list[int]]]:
-    """A tree of finished texts and of one that still grows, the last."""
+    """A tree of texts, of which the last may still grow."""
     tree = SuffixTree(depth)
     kept = [tree.add(text) for text in texts[:-1]]
     for token in texts[-1]:
@@ -59,8 +59,8 @@ def grown(texts: Sequence[Sequence[int]], depth: int) -> tuple[SuffixTree, list[
     return tree, kept
 
 
-def found(tree: SuffixTree, context: Sequence[int]) -> Node | Leaf | None:
-    """What is stored for a context, from the root down."""
+def node_of(tree: SuffixTree, context: Sequence[int]) -> Node | Leaf | None:
+    """The node or leaf of a context, searched from the root."""
     place: Node | Leaf | None = tree.root
     for token in context:
         place = place and place.after(token)
@@ -69,17 +69,17 @@ def found(tree: SuffixTree, context: Sequence[int]) -> Node | Leaf | None:
 
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.lists(LETTERS, min_size=1, max_size=4), DEPTHS)
-def test_what_followed_is_counted_and_offered_if_it_did_often(
+def test_continuations_are_counted_and_frequent_ones_offered(
     texts: list[list[int]], context: list[int], depth: int
 ) -> None:
     tree, _ = grown(texts, depth)
     counts, context = counted(texts, depth), context[: depth - 1]
-    place = found(tree, context)
+    place = node_of(tree, context)
     times = {token: counts[(*context, token)] for token in range(3) if counts[(*context, token)]}
     if place is None:
         assert not times
         return
-    for _ in range(2):  # it is remembered
+    for _ in range(2):  # the second time from the node's memory
         total, tokens, several = place.followed()
         assert total == sum(times.values())
         assert sorted(tokens) == [token for token, count in times.items() if count / total >= LEAST_SHARE]
@@ -87,25 +87,25 @@ def test_what_followed_is_counted_and_offered_if_it_did_often(
         assert several is None or {token: child.count for token, child in several.items()} == times
 
 
-def test_what_seldom_follows_is_not_offered() -> None:
+def test_rare_continuations_are_not_offered() -> None:
     tree = SuffixTree(3)
     tree.add([0, 1] * 19 + [0, 2] * 2)
-    assert found(tree, [0]).followed()[:2] == (21, [1])
+    assert node_of(tree, [0]).followed()[:2] == (21, [1])
     tree.add([0, 2])
-    assert found(tree, [0]).followed()[:2] == (22, [1, 2])
+    assert node_of(tree, [0]).followed()[:2] == (22, [1, 2])
 
 
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, DEPTHS, st.randoms(use_true_random=False))
-def test_texts_that_leave_are_forgotten(texts: list[list[int]], depth: int, dice: random.Random) -> None:
-    """Counts and offers are those of a tree of the texts that are left, and an empty tree is empty."""
+def test_a_removed_text_leaves_no_trace_in_the_tree(texts: list[list[int]], depth: int, dice: random.Random) -> None:
+    """Counts and offers are those of a tree of the remaining texts, and a tree without texts is empty."""
     tree = SuffixTree(depth)
     kept = [tree.add(text) for text in texts]
     left = list(range(len(texts)))
     while left:
         for context in counted(texts, depth - 1):
-            if place := found(tree, context):
-                place.followed()  # what it remembers has to go too
+            if place := node_of(tree, context):
+                place.followed()  # fills the node's memory, which must be cleared, too
         gone = left.pop(dice.randrange(len(left)))
         tree.remove(kept[gone])
         rest = [texts[i] for i in left]
@@ -116,7 +116,7 @@ def test_texts_that_leave_are_forgotten(texts: list[list[int]], depth: int, dice
             fresh.add(text)
         for context in counts:
             if len(context) < depth:
-                now, anew = (found(t, context).followed() for t in (tree, fresh))
+                now, anew = (node_of(t, context).followed() for t in (tree, fresh))
                 assert (now[0], sorted(now[1])) == (anew[0], sorted(anew[1]))
     assert tree.root == Node()
     assert tree.num_bytes == 0
@@ -124,8 +124,8 @@ def test_texts_that_leave_are_forgotten(texts: list[list[int]], depth: int, dice
 
 @settings(max_examples=200, deadline=None)
 @given(TEXTS, st.lists(LETTERS, max_size=10), DEPTHS)
-def test_what_is_undone_never_was(texts: list[list[int]], tail: list[int], depth: int) -> None:
-    """Everything is as it was, node by node."""
+def test_undoing_tokens_restores_the_tree(texts: list[list[int]], tail: list[int], depth: int) -> None:
+    """All nodes are as before."""
     tree, _ = grown(texts, depth)
     before, steps = copy.deepcopy(tree), []
     for token in tail:
@@ -133,15 +133,15 @@ def test_what_is_undone_never_was(texts: list[list[int]], tail: list[int], depth
     longer = [*texts[:-1], [*texts[-1], *tail]]
     assert stored(tree, sum(map(len, longer))) == (counted(longer, depth), tree.num_bytes)
     for context in counted(longer, depth - 1):
-        found(tree, context).followed()
+        node_of(tree, context).followed()
     tree.undo(steps)
     assert tree == before
     for context in counted(texts, depth - 1):
-        assert found(tree, context).followed() == found(before, context).followed()
+        assert node_of(tree, context).followed() == node_of(before, context).followed()
 
 
 class Operations:
-    """Counts how often nodes are asked for a continuation: there is no other way through a tree."""
+    """Counts how often a node's continuation is looked up: there is no other way through a tree."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -156,8 +156,8 @@ class Operations:
         return counted_after
 
 
-def test_a_token_costs_at_most_the_depth_however_long_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In text that repeats itself all contexts match; in fresh text hardly any does."""
+def test_adding_a_token_takes_at_most_as_many_operations_as_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In repeated text all contexts match; in fresh text hardly any."""
     operations, tree = Operations(monkeypatch), SuffixTree(8)
     for _ in range(1000):
         before = operations.count
@@ -171,7 +171,7 @@ def test_a_token_costs_at_most_the_depth_however_long_the_text(monkeypatch: pyte
 
 
 def texts_of(kind: str) -> list[list[int]]:
-    """Text of several kinds, no two numbers of which are one object, as with tokens that come from tensors."""
+    """Texts of a kind; each number is its own object, as with tokens from tensors."""
     dice = random.Random(1)
     if kind == "letters":
         texts = [[dice.randrange(3) for _ in range(300)] for _ in range(8)]
@@ -185,7 +185,7 @@ def texts_of(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     "kind", ["letters", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("fresh", "twice"))]
 )
-def test_its_size_is_about_what_it_takes(kind: str) -> None:
+def test_the_reported_size_is_about_the_memory_taken(kind: str) -> None:
     tree = SuffixTree(24)
     gc.collect()
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The drafter of another vocabulary: what its model reads, what it guesses, and what it leaves in its cache."""
+"""The drafter with another vocabulary: what its model reads, what it drafts, and the state of its cache."""
 
 import math
 import random
@@ -48,21 +48,21 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
 
 
 @pytest.fixture(scope="module")
-def way(context: DraftContext, small: Blueprint) -> Transcriber:
-    found = plan_translation(context, small)
-    assert found is not None
-    return found
+def transcriber(context: DraftContext, small: Blueprint) -> Transcriber:
+    planned = plan_translation(context, small)
+    assert planned is not None
+    return planned
 
 
-def make(small: Blueprint, way: Transcriber, shared: bool, num_tokens: int = 2048) -> TranslatingDrafter:
-    return translated(small.load(num_tokens), VOCAB, way, shared)
+def make(small: Blueprint, transcriber: Transcriber, shared: bool, num_tokens: int = 2048) -> TranslatingDrafter:
+    return translated(small.load(num_tokens), VOCAB, transcriber, shared)
 
 
-def own_tokens(way: Transcriber, text: Sequence[int]) -> list[int]:
-    """The model's tokens of a text, told at once."""
+def model_tokens(transcriber: Transcriber, text: Sequence[int]) -> list[int]:
+    """The draft model's tokens of a text that arrives at once."""
     transcript = Transcript()
-    closed = way.extend(transcript, text)
-    return closed + way.ending(transcript)
+    closed = transcriber.extend(transcript, text)
+    return closed + transcriber.ending(transcript)
 
 
 @cache
@@ -77,8 +77,8 @@ def read_plainly(small: Blueprint, tokens: Sequence[int]) -> Tensor:
     return runner.read([Read(0, list(tokens), judged=range(len(tokens)))]).logits
 
 
-def cached_anew(small: Blueprint, tokens: Sequence[int]) -> Tensor:
-    """K and V of these tokens, read at once."""
+def cached_at_once(small: Blueprint, tokens: Sequence[int]) -> Tensor:
+    """Keys and values of these tokens, read in one pass."""
     read_plainly(small, tokens)
     runner = reader(small.folder)
     runner.keep([0], [range(len(tokens))])
@@ -107,11 +107,16 @@ def some_text(length: int, seed: int, context: DraftContext) -> list[int]:
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_read_is_the_committed_text_in_any_history(
-    context: DraftContext, small: Blueprint, way: Transcriber, shared: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+def test_the_model_has_read_the_committed_text_after_any_history(
+    context: DraftContext,
+    small: Blueprint,
+    transcriber: Transcriber,
+    shared: bool,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After random rounds the model's text has the bytes of the target's, and its cache the bits of a fresh reading."""
-    rng, drafter, cuts = random.Random(seed), make(small, way, shared), []
+    """After random rounds the model's text has the target's bytes, and its cache the bits of reading it at once."""
+    rng, drafter, cuts = random.Random(seed), make(small, transcriber, shared), []
     truncate = Runner.truncate
 
     def counting(runner: Runner, seq_id: int, length: int) -> None:
@@ -137,24 +142,24 @@ def test_what_is_read_is_the_committed_text_in_any_history(
         drafter.observe(committed([Row(r.seq_id, texts[r.seq_id]) for r in rows], [len(r.text) - 1 for r in rows]))
         for seq_id, text in texts.items():
             following = drafter.model.sequences[seq_id]
-            own = following.tokens(0)
-            assert own == own_tokens(way, text)
-            spelled = b"".join(way.target.token_bytes[token] or b"" for token in text).removeprefix(b" ")
-            assert way.drafter.to_bytes(own) == spelled
+            read = following.tokens(0)
+            assert read == model_tokens(transcriber, text)
+            spelled = b"".join(transcriber.target.token_bytes[token] or b"" for token in text).removeprefix(b" ")
+            assert transcriber.drafter.to_bytes(read) == spelled
             length = drafter.model.runner.length(seq_id)
             if length:
-                assert torch.equal(rows_of(drafter.model.runner, seq_id), cached_anew(small, own[:length]))
+                assert torch.equal(rows_of(drafter.model.runner, seq_id), cached_at_once(small, read[:length]))
         drafter.model.runner.cache.check()
-    assert cuts, "no merge reached back into what was read"
-    assert max(cuts) < 8, "more was forgotten than what might change"
+    assert cuts, "no merge changed tokens that were read"
+    assert max(cuts) < 8, "more was removed from the cache than what might change"
 
 
-def test_declared_laws_are_the_models_on_shared_tokens(
-    context: DraftContext, small: Blueprint, way: Transcriber
+def test_declared_laws_are_the_models_laws_on_shared_tokens(
+    context: DraftContext, small: Blueprint, transcriber: Transcriber
 ) -> None:
-    ids = shared_ids(way.target, way.drafter)
+    ids = shared_ids(transcriber.target, transcriber.drafter)
     rows = [Row(s, some_text(15 + 9 * s, s, context)) for s in range(2)]
-    drafter = make(small, way, shared=True)
+    drafter = make(small, transcriber, shared=True)
     drafter.observe(committed(rows))
     draft = drafter.propose(draws_of(rows, VOCAB, temperature=1.0, rejection=True), [Budget(3), Budget(2, 2, 4)])
     law = draft.tree.q
@@ -165,63 +170,65 @@ def test_declared_laws_are_the_models_on_shared_tokens(
             at = int(law.row[b, node])
             if at < 0:
                 continue
-            guesses = [ids[token] for token in paths[b, node].tolist() if token >= 0]
-            logits = read_plainly(small, own_tokens(way, row.text) + guesses)[-1]
+            drafted = [ids[token] for token in paths[b, node].tolist() if token >= 0]
+            logits = read_plainly(small, model_tokens(transcriber, row.text) + drafted)[-1]
             expected = torch.full((VOCAB,), -math.inf)
             expected[list(ids)] = logits[list(ids.values())]
             assert torch.allclose(law.dense(VOCAB)[at], expected.softmax(0), atol=1e-6)
     assert int((law.row >= 0).sum()) >= 4
 
 
-def test_text_encoded_again_is_the_models_greedy_text(
-    context: DraftContext, small: Blueprint, way: Transcriber
+def test_a_draft_encoded_again_is_the_models_greedy_text(
+    context: DraftContext, small: Blueprint, transcriber: Transcriber
 ) -> None:
     for seed in range(4):
         text = context.tokenizer.encode(PROMPTS[seed])
-        row, own = Row(seed, text), own_tokens(way, text)
-        drafter = make(small, way, shared=False)
+        row, prompt_tokens = Row(seed, text), model_tokens(transcriber, text)
+        drafter = make(small, transcriber, shared=False)
         drafter.observe(committed([row]))
-        guesses = drafter.propose(draws_of([row], VOCAB, temperature=1.0), [Budget(4)]).tree.tokens[0, 1:].tolist()
+        draft_tokens = drafter.propose(draws_of([row], VOCAB, temperature=1.0), [Budget(4)]).tree.tokens[0, 1:].tolist()
         written: list[int] = []
-        while len(written) < 8 and begin_of(way) not in written:
-            written.append(int(read_plainly(small, own + written)[-1].argmax()))
-        assert 1 <= len(guesses) <= 4
-        assert way.drafter.to_bytes(written).startswith(way.target.to_bytes(guesses))
-        whole = context.tokenizer.encode(PROMPTS[seed] + way.target.to_bytes(guesses).decode())
-        assert whole == [*text, *guesses]
+        while len(written) < 8 and begin_of(transcriber) not in written:
+            written.append(int(read_plainly(small, prompt_tokens + written)[-1].argmax()))
+        assert 1 <= len(draft_tokens) <= 4
+        assert transcriber.drafter.to_bytes(written).startswith(transcriber.target.to_bytes(draft_tokens))
+        whole = context.tokenizer.encode(PROMPTS[seed] + transcriber.target.to_bytes(draft_tokens).decode())
+        assert whole == [*text, *draft_tokens]
 
 
-def end_of(way: Transcriber) -> int:
-    assert way.drafter.end is not None
-    return way.drafter.end
+def end_of(transcriber: Transcriber) -> int:
+    assert transcriber.drafter.end is not None
+    return transcriber.drafter.end
 
 
-def begin_of(way: Transcriber) -> int:
-    assert way.drafter.begin is not None
-    return way.drafter.begin
+def begin_of(transcriber: Transcriber) -> int:
+    assert transcriber.drafter.begin is not None
+    return transcriber.drafter.begin
 
 
-def test_an_end_of_the_models_text_is_one_of_the_targets(
-    context: DraftContext, small: Blueprint, way: Transcriber
+def test_the_models_end_token_becomes_the_targets(
+    context: DraftContext, small: Blueprint, transcriber: Transcriber
 ) -> None:
-    drafter, text = make(small, way, shared=False), context.tokenizer.encode("The end")
+    drafter, text = make(small, transcriber, shared=False), context.tokenizer.encode("The end")
     drafter.observe(committed([Row(0, text)]))
-    more = way.drafter.encode(" of it", starts=False)
+    more = transcriber.drafter.encode(" of it", starts=False)
     tokens = context.tokenizer.encode("The end of it")[len(text) :]
-    assert drafter.target_tokens(0, more, 9) == tokens[:-1], "the last may be another when more comes"
-    assert drafter.target_tokens(0, [*more, end_of(way), *more], 9) == [*tokens, 2]
-    assert drafter.target_tokens(0, [*more, begin_of(way), *more], 9) == tokens, "what is special ends a word too"
-    assert drafter.target_tokens(0, [end_of(way)], 9) == [2]
-    assert drafter.target_tokens(0, [*more, end_of(way)], 2) == tokens[:2]
+    assert drafter.target_tokens(0, more, 9) == tokens[:-1], "the last token may change with more text"
+    assert drafter.target_tokens(0, [*more, end_of(transcriber), *more], 9) == [*tokens, 2]
+    assert drafter.target_tokens(0, [*more, begin_of(transcriber), *more], 9) == tokens, (
+        "a special token ends a word, too"
+    )
+    assert drafter.target_tokens(0, [end_of(transcriber)], 9) == [2]
+    assert drafter.target_tokens(0, [*more, end_of(transcriber)], 2) == tokens[:2]
     assert drafter.target_tokens(0, [-1], 9) == drafter.target_tokens(0, more, 0) == []
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_failed_proposal_forgets_its_tail(
-    context: DraftContext, small: Blueprint, way: Transcriber, shared: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_proposal_removes_its_tail(
+    context: DraftContext, small: Blueprint, transcriber: Transcriber, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = some_text(30, 0, context)
-    drafter = make(small, way, shared)
+    drafter = make(small, transcriber, shared)
     drafter.observe(committed([Row(0, text[:20])]))
     tail, rows = committed([Row(0, text)], [19]), [Row(0, text)]
     before = drafter.model.sequences[0].tokens(0)
@@ -231,7 +238,7 @@ def test_a_failed_proposal_forgets_its_tail(
             drafter.propose(draws_of(rows, VOCAB), [Budget(3)], tail)
     assert drafter.model.sequences[0].tokens(0) == before
     drafter.observe(committed(rows, [19]))
-    assert drafter.model.sequences[0].tokens(0) == own_tokens(way, text)
+    assert drafter.model.sequences[0].tokens(0) == model_tokens(transcriber, text)
 
 
 def generated(llm: LLM, **changes: object) -> list[tuple[int, ...]]:
@@ -242,15 +249,15 @@ def generated(llm: LLM, **changes: object) -> list[tuple[int, ...]]:
 @pytest.mark.short("0.8-True")
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_on_fixed_passes_it_guesses_as_on_cpus(
-    small: Blueprint, way: Transcriber, shared: bool, temperature: float
+def test_with_passes_of_fixed_shape_as_many_tokens_are_drafted_and_accepted(
+    small: Blueprint, transcriber: Transcriber, shared: bool, temperature: float
 ) -> None:
-    """Where chains are drawn on the device, guesses are translated there."""
+    """Where chains are drawn on the device, draft tokens are translated there."""
     fixed = Blueprint.of(str(small.folder), dtype="float32", device=FIXED)
     plain = generated(LLM(str(TARGET), dtype="float32"), temperature=temperature)
     found = []
     for blueprint in (small, fixed):
-        llm = LLM(str(TARGET), make(blueprint, way, shared), dtype="float32", speculation=4)
+        llm = LLM(str(TARGET), make(blueprint, transcriber, shared), dtype="float32", speculation=4)
         assert generated(llm, temperature=temperature) == plain
         found.append((llm.stats.num_drafted, llm.stats.num_accepted))
     assert found[0] == found[1]
@@ -258,27 +265,27 @@ def test_on_fixed_passes_it_guesses_as_on_cpus(
 
 
 @pytest.mark.parametrize("placement", [CPU, FIXED], ids=["cpu", "fixed"])
-def test_guesses_that_come_true_stay_read(
-    context: DraftContext, small: Blueprint, way: Transcriber, placement: Placement
+def test_accepted_draft_tokens_are_not_read_again(
+    context: DraftContext, small: Blueprint, transcriber: Transcriber, placement: Placement
 ) -> None:
     text = context.tokenizer.encode("Once upon a time, there was a little")
-    drafter = make(Blueprint.of(str(small.folder), dtype="float32", device=placement), way, shared=True)
+    drafter = make(Blueprint.of(str(small.folder), dtype="float32", device=placement), transcriber, shared=True)
     drafter.observe(committed([Row(0, text)]))
-    guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
-    drafter.observe(committed([Row(0, [*text, *guesses[:3], 13])], [len(text) - 1]))
-    assert drafter.model.runner.length(0) == len(own_tokens(way, text)) + 3
+    draft_tokens = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
+    drafter.observe(committed([Row(0, [*text, *draft_tokens[:3], 13])], [len(text) - 1]))
+    assert drafter.model.runner.length(0) == len(model_tokens(transcriber, text)) + 3
     drafter.model.runner.cache.check()
 
 
 @pytest.mark.short("True-token")
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_under_rejection_rules_it_is_deterministic_and_accepted(
-    small: Blueprint, way: Transcriber, shared: bool, rule: str
+def test_under_rejection_rules_texts_do_not_depend_on_the_shape_of_passes(
+    small: Blueprint, transcriber: Transcriber, shared: bool, rule: str
 ) -> None:
     texts = []
     for placement in (small, Blueprint.of(str(small.folder), dtype="float32", device=FIXED)):
-        llm = LLM(str(TARGET), make(placement, way, shared), dtype="float32", verification=rule, speculation=3)  # type: ignore[arg-type]
+        llm = LLM(str(TARGET), make(placement, transcriber, shared), dtype="float32", verification=rule, speculation=3)  # type: ignore[arg-type]
         texts.append(generated(llm))
         assert 0 < llm.stats.num_accepted < llm.stats.num_drafted
     assert texts[0] == texts[1]
@@ -286,44 +293,46 @@ def test_under_rejection_rules_it_is_deterministic_and_accepted(
         assert texts[0] == generated(LLM(str(TARGET), dtype="float32", verification=rule))  # type: ignore[arg-type]
 
 
-def test_tokens_that_are_not_shared_may_be_forced(small: Blueprint, way: Transcriber) -> None:
-    """A request's own code may want what the drafter cannot say, as siblings even: it guesses, and reads on somehow."""
-    strange = sorted(set(range(3, VOCAB)) - set(shared_ids(way.target, way.drafter)))[:5]
-    assert len(strange) > 2
+def test_forced_tokens_that_the_drafter_lacks_are_drafted_all_the_same(
+    small: Blueprint, transcriber: Transcriber
+) -> None:
+    """A logits processor may force tokens that the drafter lacks, even siblings: drafting and reading go on."""
+    unshared = sorted(set(range(3, VOCAB)) - set(shared_ids(transcriber.target, transcriber.drafter)))[:5]
+    assert len(unshared) > 2
 
-    def only_strange(text: list[int], logits: Tensor) -> Tensor:
+    def only_unshared(text: list[int], logits: Tensor) -> Tensor:
         forced = torch.full_like(logits, -math.inf)
-        forced[strange] = torch.arange(len(strange), dtype=logits.dtype) * 0.1
+        forced[unshared] = torch.arange(len(unshared), dtype=logits.dtype) * 0.1
         return forced
 
-    processor: LogitsProcessor = only_strange
+    processor: LogitsProcessor = only_unshared
     plain = generated(LLM(str(TARGET), dtype="float32"), logits_processors=(processor,))
-    drafter = make(small, way, shared=True)
+    drafter = make(small, transcriber, shared=True)
     llm = LLM(str(TARGET), drafter, dtype="float32")
-    for wish in ((3, 2, 12), (4, 1, 4)):
+    for shape in ((3, 2, 12), (4, 1, 4)):
         rows = [Row(i, [1, 9 + i, 300]) for i in range(2)]
-        lone = make(small, way, shared=True)
+        lone = make(small, transcriber, shared=True)
         lone.observe(committed(rows))
         params = SamplingParams(temperature=1.0, logits_processors=(processor,))
         draws = Draws([RowSampling(r.seq_id, params, 3, 0, r.text, 1) for r in rows], VOCAB)
-        tree = lone.propose(draws, [Budget(*wish)] * 2).tree
-        assert set(tree.tokens[tree.valid].tolist()) <= {300, *strange}
-        assert tree.depth == wish[0]
+        tree = lone.propose(draws, [Budget(*shape)] * 2).tree
+        assert set(tree.tokens[tree.valid].tolist()) <= {300, *unshared}
+        assert tree.depth == shape[0]
         for row in rows:
             assert len(lone.model.sequences[row.seq_id].tail) == len(lone.model.runner.tails[row.seq_id].parents)
         more = [Row(r.seq_id, [*r.text, *tree.path_tokens()[i, -1].tolist(), 5]) for i, r in enumerate(rows)]
         lone.observe(committed(more, [2, 2]))
         lone.model.runner.cache.check()
-        again = make(small, way, shared=True)
+        again = make(small, transcriber, shared=True)
         again.observe(committed(more))
         assert lone.model.sequences[0].tokens(0) == again.model.sequences[0].tokens(0)
     assert generated(llm, logits_processors=(processor,)) == plain
 
 
-def test_a_row_without_text_or_room_is_not_drafted(small: Blueprint, way: Transcriber) -> None:
+def test_a_row_without_readable_text_is_not_drafted(small: Blueprint, transcriber: Transcriber) -> None:
     for shared in (True, False):
-        drafter = make(small, way, shared)
-        row = Row(0, [0])  # unknown to the model: nothing is left to read
+        drafter = make(small, transcriber, shared)
+        row = Row(0, [0])  # the model has no token for it: no text is left to read
         drafter.observe(committed([row]))
         assert drafter.outlook([0, 7]).limit == [0, 0]
         assert drafter.propose(draws_of([row, Row(7, [5])], VOCAB), [Budget(3)] * 2).tree.tokens.tolist() == [[0], [5]]
@@ -331,19 +340,19 @@ def test_a_row_without_text_or_room_is_not_drafted(small: Blueprint, way: Transc
         assert drafter.propose(draws_of([Row(0, [0, 300])], VOCAB), [Budget(9)]).tree.depth > 0
 
 
-def test_what_is_planned(context: DraftContext, small: Blueprint) -> None:
+def test_only_models_of_other_vocabularies_are_translated(context: DraftContext, small: Blueprint) -> None:
     def build(folder: Path) -> object:
         return plan_drafter(f"model:{folder}", context).build({f"model:{folder}": 256}, None, context.target.load(64))
 
-    assert isinstance(build(SMALL), ModelDrafter), "nothing is translated without need"
+    assert isinstance(build(SMALL), ModelDrafter), "models with the target's vocabulary are not translated"
     near = build(small.folder)
     assert isinstance(near, TranslatingDrafter)
     assert near.model.shared is not None
     assert near.model.vocab_size == VOCAB
 
 
-def test_in_a_cascade_it_guesses_for_a_model_of_the_targets_vocabulary(context: DraftContext, small: Blueprint) -> None:
-    """It is asked again and again within a round, each time behind another tail."""
+def test_in_a_cascade_it_drafts_for_a_model_of_the_targets_vocabulary(context: DraftContext, small: Blueprint) -> None:
+    """It drafts several times in a round, each time after another tail."""
     plain = generated(LLM(str(TARGET), dtype="float32"), temperature=0.8)
     llm = LLM(str(TARGET), f"cascade[model:{small.folder},model:{SMALL}]", dtype="float32", speculation=5)
     alone = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", speculation=5)
@@ -354,7 +363,7 @@ def test_in_a_cascade_it_guesses_for_a_model_of_the_targets_vocabulary(context: 
         plan_drafter(f"cascade[ngram,model:{small.folder}]", context)
 
 
-def test_too_few_shared_tokens_are_not_used(context: DraftContext, tmp_path: Path) -> None:
+def test_with_too_few_shared_tokens_drafts_are_encoded_again(context: DraftContext, tmp_path: Path) -> None:
     folder = byte_level_copy(SMALL, tmp_path / "pieces", dropped=("Ġt", "he", "Ġa"))
     far = plan_drafter(f"model:{folder}", context).build({f"model:{folder}": 256}, None, context.target.load(64))
     assert isinstance(far, TranslatingDrafter)
@@ -386,18 +395,20 @@ def test_a_drafter_whose_tokens_cannot_be_compared_is_refused(
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
-def test_the_bundled_draft_of_1024_tokens_is_accepted_nearly_as_often_as_the_familys(temperature: float) -> None:
-    """On held-out code, sampled drafts too; measured at 0.6 to 0.7 of it. The output is plain decoding's."""
+def test_the_bundled_draft_of_1024_tokens_is_accepted_about_half_as_often_as_the_familys_or_more(
+    temperature: float,
+) -> None:
+    """On held-out code, greedy and sampled; measured at 0.6 to 0.7. The output is that of plain decoding."""
     prompts = [str(passage.prompt) for passage in shipped("code")]
     params = [SamplingParams(temperature=temperature, seed=i, max_tokens=64, ignore_eos=True) for i in range(8)]
     rates, plain = [], None
     for draft in (None, "model:stdlib-draft", "model:stdlib-draft-1024"):
         llm = LLM("stdlib", draft, dtype="float32", max_num_seqs=8, speculation=4)
-        said = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
-        plain = plain or said
-        assert said == plain
+        answers = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+        plain = plain or answers
+        assert answers == plain
         rates.append(llm.stats.acceptance_rate)
-    _, own, foreign = rates
-    assert own is not None
+    _, family, foreign = rates
+    assert family is not None
     assert foreign is not None
-    assert 0.45 * own < foreign < own
+    assert 0.45 * family < foreign < family

@@ -1,4 +1,4 @@
-"""States that wait to be read: in whose memory they lie."""
+"""The memory of states that drafters have not read yet."""
 
 import torch
 
@@ -6,8 +6,8 @@ from forerun.draft.model.unread_states import TextStates, UnreadStates
 from forerun.models.runner import Read
 
 
-def test_states_of_a_round_are_held_until_the_next_one_and_copied_if_they_wait_longer() -> None:
-    """Else a text that rests would hold the states of all rows of every round that it was in."""
+def test_unread_states_are_copied_after_their_round() -> None:
+    """Otherwise a paused text would hold the states of all rows of every round that it was in."""
     rounds, states, tokens = torch.arange(80.0).view(5, 8, 1, 2), UnreadStates(), list[int]()
     for number, of_round in enumerate(rounds):
         tokens += [number, number]
@@ -21,7 +21,7 @@ def test_states_of_a_round_are_held_until_the_next_one_and_copied_if_they_wait_l
     assert states.num_bytes == sum(piece.nbytes for piece in ended.pieces)
 
 
-def test_a_text_that_begins_alike_does_not_hold_the_states_of_a_round() -> None:
+def test_a_text_with_a_shared_prefix_does_not_hold_the_states_of_a_round() -> None:
     of_round, states, tokens = torch.arange(16.0).view(8, 1, 2), UnreadStates(), [3, 4]
     states.add(7, TextStates("", tokens, 0), [of_round[2:4]], in_round=True)
     assert states.share(8, TextStates("", [*tokens], 0))

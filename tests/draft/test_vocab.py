@@ -1,4 +1,4 @@
-"""Which tokens two vocabularies share, and what that makes of logits."""
+"""The tokens that two vocabularies share, and the mapping of logits between them."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_bytes_are_those_that_decoding_joins(name: str, data: st.DataObject) -> 
 @pytest.mark.parametrize("name", VOCABULARIES)
 @given(texts=st.lists(st.text("ab cé👩\n</s>", max_size=8), min_size=2, max_size=2))
 @settings(max_examples=100, deadline=None)
-def test_text_inside_has_nothing_in_front_and_no_special_tokens(name: str, texts: list[str]) -> None:
+def test_text_encoded_inside_has_no_leading_blank_and_no_special_tokens(name: str, texts: list[str]) -> None:
     vocabulary = VOCABULARIES[name]
     inside, start = (vocabulary.tokenizer.encoder(inside=inside) for inside in (True, False))
     one, other = texts
@@ -72,7 +72,7 @@ def test_shared_tokens_spell_the_same_and_are_one_to_one(pair: tuple[str, str]) 
     assert {token: back[own_token] for token, own_token in shared.items()} == {token: token for token in shared}
 
 
-def test_of_two_ways_to_write_a_letter_the_plain_one_is_shared() -> None:
+def test_of_two_tokens_for_a_letter_the_plain_one_is_shared() -> None:
     stories, other = VOCABULARIES["stories"], VOCABULARIES["bytes"]
     for letter in "aT,\n":
         plain = other.tokenizer.encoder(inside=True)(letter)[0]
@@ -82,7 +82,7 @@ def test_of_two_ways_to_write_a_letter_the_plain_one_is_shared() -> None:
     assert stories.byte_tokens(b"\xf0") == [3 + 0xF0]
 
 
-def test_the_end_is_shared_only_where_model_and_tokenizer_agree() -> None:
+def test_the_end_token_is_shared_only_if_model_and_tokenizer_agree() -> None:
     byte_tokens, eos = TOKENIZERS["bytes"], TOKENIZERS["bytes"].eos_token_id
     sure, unsure = (Vocabulary(byte_tokens, 330, [end]) for end in (eos, 17))
     assert (sure.end, unsure.end) == (eos, None)
@@ -90,10 +90,10 @@ def test_the_end_is_shared_only_where_model_and_tokenizer_agree() -> None:
     assert shared_ids(stories, sure)[2] == eos
     assert 2 not in shared_ids(stories, unsure)
     assert shared_special(stories, sure) == {1: byte_tokens.bos_token_id, 2: eos}
-    assert shared_special(stories, unsure) == {1: byte_tokens.bos_token_id, 2: eos}  # they are named alike
+    assert shared_special(stories, unsure) == {1: byte_tokens.bos_token_id, 2: eos}  # they have the same names
 
 
-def test_ids_that_the_model_has_no_row_for_do_not_exist() -> None:
+def test_ids_beyond_the_models_embedding_are_ignored() -> None:
     tokenizer = TOKENIZERS["more bytes"]
     cut = Vocabulary(tokenizer, 300, [tokenizer.eos_token_id or 0])
     assert max(cut.ids.values()) < 300
@@ -102,8 +102,8 @@ def test_ids_that_the_model_has_no_row_for_do_not_exist() -> None:
 
 
 @pytest.mark.parametrize("pair", [("stories", "bytes"), ("bytes", "stories"), ("ab", "more bytes")], ids="-".join)
-def test_logits_go_to_the_targets_ids_and_guesses_come_back(pair: tuple[str, str]) -> None:
-    """Both models' logits are padded further than their tokenizers."""
+def test_logits_map_to_the_targets_ids_and_draft_tokens_back(pair: tuple[str, str]) -> None:
+    """Both models' logits are wider than their tokenizers' vocabularies."""
     target, own = (VOCABULARIES[name] for name in pair)
     vocab, num_model_ids = target.num_ids + 5, own.num_ids + 3
     shared = SharedTokens.of(target, own, vocab, num_model_ids, torch.device("cpu"))
@@ -122,7 +122,7 @@ def test_logits_go_to_the_targets_ids_and_guesses_come_back(pair: tuple[str, str
     assert shared.model_ids(torch.tensor([-1, 3])).tolist() == [-1, int(there[3])]
 
 
-def test_the_weight_of_what_is_shared() -> None:
+def test_the_probability_of_shared_tokens() -> None:
     ab = VOCABULARIES["ab"]
     ids = {name: ab.ids[name.encode()] for name in ("ab", "ba", "aab")}
     assert shared_weight(ab, shared_ids(ab, ab)) == 1
@@ -133,7 +133,7 @@ def test_the_weight_of_what_is_shared() -> None:
     assert shared_weight(Vocabulary(letters, letters.num_ids), {}) == 1
 
 
-def test_tokens_that_are_no_bytes_have_no_vocabulary() -> None:
+def test_tokenizers_whose_tokens_are_no_bytes_are_not_supported() -> None:
     words = Backend(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     with pytest.raises(ValueError, match="which bytes"):

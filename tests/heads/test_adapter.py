@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft.rounds import Beside, Row, committed, draws_of
+from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.draft.model.drafted_text import DraftRow
@@ -59,9 +59,9 @@ def drafter_of(
     return EarlyExitDrafter(runner, drafter.layer, adapter)
 
 
-def beside(bench: Bench, spec: str) -> Beside:
+def beside(bench: Bench, spec: str) -> DrafterWithTarget:
     runner = bench.with_cache(bench.runner, 2048)
-    return Beside(runner, drafter_of(bench, runner, spec))
+    return DrafterWithTarget(runner, drafter_of(bench, runner, spec))
 
 
 def adapted(drafter: object) -> tuple[EarlyExitDrafter, Runner]:
@@ -113,7 +113,7 @@ def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **o
     return engine
 
 
-def check(engine: Engine, anew: Beside) -> None:
+def check(engine: Engine, anew: DrafterWithTarget) -> None:
     """What the adapter knows of each sequence is what one would know that is told of its text all at once."""
     (drafter, adapter), (other, others_adapter) = adapted(engine.drafter), adapted(anew.drafter)
     adapter.cache.check()
@@ -161,7 +161,7 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) 
         near = strange_adapter(tmp_path / f"near {left}", 2, max_position_embeddings=len(text) - 1 + left)
         for spec, num_tokens in ((far, len(text) - 1 + left), (f"early-exit:2:{near}", 2048)):
             runner = bench.with_cache(bench.runner, 2048)
-            drafter = Beside(runner, drafter_of(bench, runner, spec, num_tokens, block_size=1))
+            drafter = DrafterWithTarget(runner, drafter_of(bench, runner, spec, num_tokens, block_size=1))
             drafter.observe(committed([Row(0, text)]))
             assert drafter.outlook([0]).limit == [left]
             for budget in (Budget(5), Budget(3, 2, 6)):

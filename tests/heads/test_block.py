@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draft.rounds import Beside, Row, committed, draws_of
+from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.config import Speculation
 from forerun.draft.base import Budget
 from forerun.draft.model.grower import with_first
@@ -38,7 +38,7 @@ def test_survival_of_first_guesses_is_the_product_of_confidences(made: Callable[
     plan = plan_drafter(f"block:{folder}", DraftContext(target, target.tokenizer()))
     built = plan.build(dict.fromkeys(plan.models, 512), None, runner)
     assert built is not None
-    drafter = Beside(runner, built)
+    drafter = DrafterWithTarget(runner, built)
     drafter.observe(committed([Row(0, text)]))
     draft = drafter.propose(draws_of([Row(0, text)], 512), [Budget(4, min_survival=1e-9)])
     taps = runner.read([Read(1, text[:-1])], taps=built.taps).taps

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft.rounds import Beside, Row, committed, draws_of
+from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import FixedDepth, Load
 from forerun.draft.base import Budget, Committed, Draft, Drafter
@@ -77,7 +77,7 @@ def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
     rng, bench = random.Random(layer), bench_of(name)
     short = Blueprint.of(str(edited(target, tmp_path / "short", layer)), **number_format(name))
     runner = bench.with_cache(bench.runner, 2048)
-    ours = Beside(runner, EarlyExitDrafter(runner, layer))
+    ours = DrafterWithTarget(runner, EarlyExitDrafter(runner, layer))
     theirs = ModelDrafter(short.load(2048), VOCAB)
     assert assert_same_guesses(ours, theirs, rng, 12) > 30
 
@@ -244,7 +244,7 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches) -> None:
     for left in range(0, 7):
         target = Runner.of(bench.runner.decoder, len(text) - 1 + left, block_size=1)
         drafter = EarlyExitDrafter(target, 2)
-        beside = Beside(target, drafter)
+        beside = DrafterWithTarget(target, drafter)
         beside.observe(committed([Row(0, text)]))
         for budget in (Budget(5), Budget(3, 2, 6)):
             tree = drafter.propose(draws_of([Row(0, text)], VOCAB, temperature=1.0), [budget]).tree
@@ -253,7 +253,7 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches) -> None:
             assert target.cache.num_free_tokens == left
             target.cache.check()
     target = Runner.of(bench.runner.decoder, 2 * len(text) - 1, block_size=1)
-    beside = Beside(target, EarlyExitDrafter(target, 2))
+    beside = DrafterWithTarget(target, EarlyExitDrafter(target, 2))
     rows = [Row(0, text), Row(1, text)]
     beside.observe(committed(rows))
     tree = beside.propose(draws_of(rows, VOCAB), [Budget(5), Budget(5)]).tree

@@ -14,7 +14,7 @@ import torch
 from drafters import DOCUMENTED, DRAFTERS, DTYPES, EVERY_DTYPE, built, context
 from rebuilt import size_of, without_past
 
-from draft.rounds import Beside, Row, chunked, committed, draws_of
+from draft.rounds import DrafterWithTarget, Row, chunked, committed, draws_of
 from forerun.draft.base import Budget, Committed, Draft, Drafter
 from forerun.errors import WrongTarget
 from forerun.models.decoder import Decoder
@@ -55,7 +55,7 @@ def make(request: pytest.FixtureRequest, dtype: str) -> Callable[[], Drafter]:
 
     def build() -> Drafter:
         target = Runner.of(decoder(dtype), 2 * CACHE_TOKENS)
-        return Beside(target, built(request.param, target, dtype, CACHE_TOKENS))
+        return DrafterWithTarget(target, built(request.param, target, dtype, CACHE_TOKENS))
 
     return build
 

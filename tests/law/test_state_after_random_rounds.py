@@ -19,7 +19,7 @@ from fuzz import Bench, read_again, rows_of
 from random_traffic import NO_SHARING, Traffic
 from rebuilt import reachable, size_of, without_past
 
-from draft.rounds import Beside, Row, committed, draws_of
+from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.accept.outcome import Stats
 from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
@@ -173,7 +173,7 @@ def check_drafters(traffic: Rounds) -> None:
     budgets = [Budget(4, 1 + text.id % 2, 7) for text in read]
     for name, drafter in traffic.all.items():
         target = Runner.of(traffic.engine.runner.decoder, ROOM)
-        fresh = Beside(target, built(name, target, traffic.dtype, ROOM))
+        fresh = DrafterWithTarget(target, built(name, target, traffic.dtype, ROOM))
         fresh.observe(committed(rows))
         draws = draws_of(rows, 512, temperature=1.0)
         assert_same(without_past(drafter).propose(draws, budgets), fresh.propose(draws, budgets))
