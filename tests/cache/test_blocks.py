@@ -1,4 +1,4 @@
-"""Where blocks put runs, and how seldom they move them. That no content is lost in any history, test_paged says."""
+"""Where blocks place runs, and how seldom they move them. test_paged checks that no content is lost."""
 
 import random
 
@@ -10,7 +10,7 @@ from forerun.cache.blocks import Blocks, Move
 
 
 class Memory:
-    """Blocks with labels in them, moved about as Blocks says."""
+    """Blocks with labels as content, moved as Blocks says."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = Blocks(num_blocks, block_size=4)
@@ -18,13 +18,13 @@ class Memory:
         self.written = 0
         self.rows: dict[int, list[int]] = {}  # what each row should hold
 
-    def grow(self, wanted: dict[int, int]) -> list[Move]:
-        moves = self.blocks.grow(wanted)
+    def grow(self, num_blocks: dict[int, int]) -> list[Move]:
+        moves = self.blocks.grow(num_blocks)
         for piece in [piece for move in moves for piece in move.pieces()]:
             assert abs(piece.source - piece.target) >= piece.count > 0, f"{piece} overlaps itself"
             for i in range(piece.count):
                 self.labels[piece.target + i] = self.labels[piece.source + i]
-        for row, count in wanted.items():
+        for row, count in num_blocks.items():
             held = self.rows.setdefault(row, [])
             while len(held) < count:
                 self.written += 1
@@ -60,14 +60,14 @@ def test_a_run_with_room_behind_it_grows_in_place():
     memory.check()
 
 
-def test_new_runs_leave_room_to_those_before_them():
+def test_new_runs_leave_free_blocks_after_earlier_ones():
     memory = Memory(64)
     for row in range(4):
         memory.grow({row: 1})
-    assert memory.grow(dict.fromkeys(range(4), 12)) == []  # of 16 that an even division would give
+    assert memory.grow(dict.fromkeys(range(4), 12)) == []  # an even division would give 16
 
 
-def test_a_run_that_is_hemmed_in_moves_to_a_gap_once():
+def test_a_run_without_free_neighbours_moves_to_a_gap_once():
     memory = Memory(16)
     memory.grow({1: 4, 2: 4, 3: 8})
     memory.blocks.free(3)
@@ -88,7 +88,7 @@ def test_a_run_slides_into_the_gap_before_it_and_leaves_the_others_alone():
 
 
 def fragmented() -> Memory:
-    """Six runs of 2 in 16 blocks, of which every second is freed: 10 free, in gaps of 2 and at the end."""
+    """Six runs of 2 in 16 blocks, every second of which is freed: 10 blocks are free, in gaps of 2 and at the end."""
     memory = Memory(16)
     memory.grow(dict.fromkeys(range(8), 2))
     for row in (0, 2, 5, 7):
@@ -100,7 +100,7 @@ def fragmented() -> Memory:
 def test_rows_that_grow_unevenly_are_seldom_moved():
     """Rows grow a block at a time, some four times as fast as others, until memory is full to the last block.
 
-    A handful of blocks moved per block written is nothing: attention reads the row's blocks once per token.
+    A few blocks moved per block written cost little: attention reads the row's blocks once per token.
     """
     rng = random.Random(1)
     memory = Memory(256)

@@ -1,4 +1,4 @@
-"""The cache against a plain-Python oracle: every committed token is where `start` and `length` say, bit for bit."""
+"""The cache compared with a plain-Python oracle: every committed token is where `start` and `length` say."""
 
 import mmap
 from array import array
@@ -33,28 +33,28 @@ def make_cache(num_tokens: int, block_size: int = BLOCK) -> PagedCache:
 
 
 def marks(tokens: Sequence[int]) -> torch.Tensor:
-    """Recognisable numbers [layers, kv_heads, tokens, head_dim]: another one for every element of every token."""
+    """Distinct numbers for every element of every token: [layers, kv_heads, tokens, head_dim]."""
     element = torch.arange(LAYERS * KV_HEADS * HEAD_DIM, dtype=torch.float64).view(LAYERS, KV_HEADS, 1, HEAD_DIM)
     return torch.tensor(tokens, dtype=torch.float64)[:, None] * 100 + element
 
 
 def check_slots(cache: PagedCache, first: int, tokens: Sequence[int]) -> None:
-    """The slots from `first` on hold the keys and values of these tokens."""
+    """Assert that the slots from `first` on hold the keys and values of these tokens."""
     view = slice(first, first + len(tokens))
     assert torch.equal(cache.keys[:, :, view], marks(tokens))
     assert torch.equal(cache.values[:, :, view], -marks(tokens))
 
 
 def tokens_up_to(kept: CachedBlock) -> list[int]:
-    """The text that a kept block ends."""
+    """The text that ends with a cached block."""
     before = [] if kept.parent is None else tokens_up_to(kept.parent)
     return before if kept.parent is None else [*before, *array("i", kept.key)]
 
 
 class Oracle:
-    """A cache, and per row the plain lists of what it should hold.
+    """A cache, and for each row a plain list of its expected tokens.
 
-    Every token is another number, so texts begin alike only where one was begun from another.
+    All tokens are different numbers, so texts share a prefix only if one was begun from another.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -62,7 +62,7 @@ class Oracle:
         self.committed: dict[int, list[int]] = {}
         self.tails: dict[int, list[int]] = {}
         self.salts: dict[int, str] = {}
-        self.past: list[tuple[str, list[int]]] = []  # salts and texts of rows that were retired
+        self.past: list[tuple[str, list[int]]] = []  # salts and texts of retired rows
         self.written = 0
 
     def reserve(self, counts: dict[int, int]) -> None:
@@ -138,17 +138,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seq_id=IDS, count=st.integers(1, 24))
     def read(self, seq_id, count):
-        """A chunk of a prompt, behind whatever was guessed."""
+        """A chunk of a prompt, after any draft tokens."""
         if self.oracle.cache.can_reserve([seq_id], [count]):
             self.oracle.reserve({seq_id: count})
             self.oracle.keep({seq_id: [*range(len(self.oracle.tails[seq_id]))]})
 
     @rule(counts=st.dictionaries(IDS, st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
     def spare(self, counts):
-        """What is spare behind some tokens is exactly what would still find room with them."""
+        """The spare blocks after some tokens are exactly those that would be free with them."""
         spare = self.oracle.cache.spare(list(counts), [certain for certain, _ in counts.values()])
-        more = {seq_id: certain + guesses for seq_id, (certain, guesses) in counts.items()}
-        needed = sum(spare.blocks_for(seq_id, guesses) for seq_id, (_, guesses) in counts.items())
+        more = {seq_id: certain + num_drafted for seq_id, (certain, num_drafted) in counts.items()}
+        needed = sum(spare.blocks_for(seq_id, num_drafted) for seq_id, (_, num_drafted) in counts.items())
         left = self.oracle.cache.blocks.num_blocks - self.oracle.blocks_used(more)
         assert spare.num_blocks - needed == left
 
@@ -189,7 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(seq_id=IDS, salt=SALTS)
     def retire(self, seq_id, salt):
-        """A row keeps the salt of the text that it was begun from."""
+        """A retired row keeps the salt of the text that it was begun from."""
         text, salt = self.oracle.committed.get(seq_id, []), self.oracle.salts.get(seq_id, salt)
         self.oracle.cache.retire(seq_id, text, salt)
         self.oracle.past.append((salt, text))
@@ -198,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.past)
     @rule(data=st.data(), seq_id=IDS, salt=SALTS)
     def adopt(self, data, seq_id, salt):
-        """What is found of a text is its beginning, in whole blocks; the row that begins with it goes on from there."""
+        """The cached part of a text is a prefix of entire blocks; the row that adopts it goes on from there."""
         _, text = data.draw(st.sampled_from(self.oracle.past))
         text = text[: data.draw(st.integers(len(text) // 2, len(text)))]
         if seq_id in self.oracle.committed or not self.oracle.cache.can_reserve([seq_id], [len(text)]):
@@ -247,7 +247,7 @@ def test_bytes_are_those_of_the_tensors():
     assert each * (64 + KEY_PAD) == cache.keys.nbytes + cache.values.nbytes
 
 
-def test_a_chain_is_not_copied(monkeypatch):
+def test_keeping_a_chain_copies_nothing(monkeypatch):
     oracle = Oracle(64)
     oracle.reserve({1: 9, 2: 3})
     monkeypatch.setattr(oracle.cache, "gather_slots", lambda *_: pytest.fail("a chain was copied"))
@@ -255,7 +255,7 @@ def test_a_chain_is_not_copied(monkeypatch):
     oracle.check()
 
 
-def test_room_in_the_last_block_costs_no_accounting(monkeypatch):
+def test_tokens_within_the_last_block_need_no_accounting(monkeypatch):
     oracle = Oracle(64)
     oracle.reserve({1: 1, 2: BLOCK + 1})
     monkeypatch.setattr(oracle.cache.blocks, "grow", lambda _: pytest.fail("blocks were asked for"))
@@ -264,7 +264,7 @@ def test_room_in_the_last_block_costs_no_accounting(monkeypatch):
     oracle.check()
 
 
-def test_misuse_is_noticed():
+def test_misuse_raises():
     cache = make_cache(16)
     cache.reserve([1], [4])
     with pytest.raises(AssertionError, match="sequence 2 has no row"):
@@ -288,8 +288,8 @@ def test_calls_inside_and_outside_of_inference_mode_mix():
 
 @pytest.mark.short("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_that_is_planned_and_not_used_is_not_taken(dtype: torch.dtype) -> None:
-    """A gigabyte of cache costs next to nothing until it is written, and is zero all the same."""
+def test_unused_cache_takes_no_memory(dtype: torch.dtype) -> None:
+    """A gigabyte of cache takes hardly any memory until it is written, and reads as zero."""
     process = psutil.Process()
     before = process.memory_info().rss
     num_tokens = (1 << 30) // (2 * 4 * 2 * 64 * dtype.itemsize)
@@ -306,8 +306,8 @@ def test_memory_that_is_planned_and_not_used_is_not_taken(dtype: torch.dtype) ->
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the system's account of memory, of Linux")
-def test_a_cache_lies_in_small_pages() -> None:
-    """In huge ones, the first tokens of a row would wait for hundreds of megabytes of zeros."""
+def test_a_cache_uses_small_pages() -> None:
+    """With huge pages, the first tokens of a row would wait for hundreds of megabytes of zeros."""
     cache = PagedCache(layers=4, kv_heads=2, head_dim=64, num_tokens=1 << 16, dtype=torch.bfloat16)
     for tensor in (cache.keys, cache.values):
         assert tensor.data_ptr() % mmap.PAGESIZE == 0
@@ -318,7 +318,7 @@ def test_a_cache_lies_in_small_pages() -> None:
 
 
 def flags_of_memory_at(address: int) -> list[str]:
-    """What the system notes of the part of memory in which an address lies."""
+    """The system's flags of the memory mapping that contains an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         words = line.split()
@@ -330,12 +330,12 @@ def flags_of_memory_at(address: int) -> list[str]:
     return []
 
 
-def test_a_cache_for_which_there_is_no_memory_is_a_memory_error() -> None:
+def test_a_cache_without_memory_raises_memory_error() -> None:
     with pytest.raises(MemoryError, match="no memory for a cache of "):
         fresh_pages(1 << 60)
 
 
-def test_blocks_that_an_interrupt_left_without_a_row_are_released() -> None:
+def test_blocks_left_without_a_row_by_an_interrupt_are_released() -> None:
     cache = make_cache(8 * BLOCK)
     cache.blocks.grow({3: 2})  # as `reserve` does before it knows the row
     cache.release([3])

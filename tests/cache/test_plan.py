@@ -1,4 +1,4 @@
-"""The memory plan against arithmetic done the long way, and against what it promises for every budget."""
+"""The memory plan compared with a direct calculation, and its guarantees for every budget."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ ASKED = st.fixed_dictionaries(
         "tail_tokens": st.integers(0, 9),
     }
 )
-UNASKED = st.fixed_dictionaries(  # a context of its own choice: halves of 16,384 and more positions
+UNASKED = st.fixed_dictionaries(  # without max_model_len: the plan halves contexts of 16,384 and more positions
     {
         "target": st.builds(replace, MODELS, max_positions=st.sampled_from([100, 1500, 3000, 4096, 16_384, 40_960])),
         "drafters": st.dictionaries(st.sampled_from("ab"), st.builds(replace, MODELS, max_positions=st.just(20_000))),
@@ -42,90 +42,90 @@ UNASKED = st.fixed_dictionaries(  # a context of its own choice: halves of 16,38
 )
 
 
-def plan_memory(*models, max_model_len=None, **asked) -> MemoryPlan:
-    return MemoryShares(*models, **asked).plan(max_model_len)
+def plan_memory(*models, max_model_len=None, **options) -> MemoryPlan:
+    return MemoryShares(*models, **options).plan(max_model_len)
 
 
-def plan(**asked) -> MemoryPlan:
-    return plan_memory(**asked, block_size=BLOCK, key_pad=PAD)
+def plan(**options) -> MemoryPlan:
+    return plan_memory(**options, block_size=BLOCK, key_pad=PAD)
 
 
-def found(**asked) -> MemoryPlan | None:
+def plan_or_none(**options) -> MemoryPlan | None:
     try:
-        return plan(**asked)
+        return plan(**options)
     except NotEnoughMemory:
         return None
 
 
 def whole(tokens: int) -> int:
-    """Whole blocks, in tokens."""
+    """Tokens rounded up to entire blocks."""
     return len(range(0, tokens, BLOCK)) * BLOCK
 
 
 def undrafted(drafters: Mapping[str, ModelMemory]) -> dict[str, ModelMemory]:
-    """Drafters that are loaded but have no caches."""
+    """The drafters' memory with weights and without caches."""
     return {name: replace(model, bytes_per_token=0) for name, model in drafters.items()}
 
 
-def planned_bytes(asked, tokens: int, of_drafters: int) -> int:
-    """What caches of so many tokens take; a drafter's holds no more than what its positions make of every sequence."""
-    total = (tokens + PAD) * asked["target"].bytes_per_token
-    for model in asked["drafters"].values() if of_drafters else ():
-        row = whole(min(asked["max_model_len"], model.max_positions) + asked["tail_tokens"])
-        total += (min(of_drafters, asked["max_num_seqs"] * row) + PAD) * model.bytes_per_token
+def planned_bytes(options, tokens: int, of_drafters: int) -> int:
+    """The bytes of caches for `tokens` tokens; a drafter's cache holds at most its positions for every sequence."""
+    total = (tokens + PAD) * options["target"].bytes_per_token
+    for model in options["drafters"].values() if of_drafters else ():
+        row = whole(min(options["max_model_len"], model.max_positions) + options["tail_tokens"])
+        total += (min(of_drafters, options["max_num_seqs"] * row) + PAD) * model.bytes_per_token
     return total
 
 
-def loaded_bytes(asked) -> int:
-    models, length = [asked["target"], *asked["drafters"].values()], asked["max_model_len"]
+def loaded_bytes(options) -> int:
+    models, length = [options["target"], *options["drafters"].values()], options["max_model_len"]
     positions = [min(model.max_positions, model.stretch * length) for model in models]
     return sum(m.weights_bytes + p * m.bytes_per_position for m, p in zip(models, positions, strict=True))
 
 
 @settings(max_examples=150, deadline=None)
 @given(ASKED)
-def test_caches_are_the_largest_that_fit_one_sequence_first_then_all_alike(asked):
-    one, left = whole(asked["max_model_len"]), asked["budget_bytes"] - loaded_bytes(asked)
-    got = found(**asked)
-    if left < planned_bytes(asked, one, 0):
+def test_caches_are_the_largest_that_fit_one_sequence_first_then_all(options):
+    one, left = whole(options["max_model_len"]), options["budget_bytes"] - loaded_bytes(options)
+    got = plan_or_none(**options)
+    if left < planned_bytes(options, one, 0):
         assert got is None
         return
     assert got is not None
-    assert got.max_model_len == asked["max_model_len"]
-    assert got.weights_bytes == loaded_bytes(asked)
+    assert got.max_model_len == options["max_model_len"]
+    assert got.weights_bytes == loaded_bytes(options)
     rest = left - sum(got.remembered_bytes.values())
     tokens, drafted = got.cache_tokens, max(got.drafter_cache_tokens.values(), default=0)
     assert tokens >= one
-    most = asked["max_num_seqs"] * whole(asked["max_model_len"] + asked["tail_tokens"])
-    if tokens < most and asked["drafters"] and drafted < tokens and planned_bytes(asked, tokens, tokens) > rest:
+    most = options["max_num_seqs"] * whole(options["max_model_len"] + options["tail_tokens"])
+    if tokens < most and options["drafters"] and drafted < tokens and planned_bytes(options, tokens, tokens) > rest:
         assert tokens == one, "the target has more than one sequence, its drafters less than it"
-        assert planned_bytes(asked, one, drafted + BLOCK) > rest - len(got.remembered_bytes)
+        assert planned_bytes(options, one, drafted + BLOCK) > rest - len(got.remembered_bytes)
     elif tokens < most:
-        assert planned_bytes(asked, tokens + BLOCK, tokens + BLOCK) > rest - len(got.remembered_bytes)
+        assert planned_bytes(options, tokens + BLOCK, tokens + BLOCK) > rest - len(got.remembered_bytes)
     else:
         assert tokens == most
-    for name, model in asked["drafters"].items():
-        row = whole(min(asked["max_model_len"], model.max_positions) + asked["tail_tokens"])
-        assert got.drafter_cache_tokens[name] <= min(tokens, asked["max_num_seqs"] * row)
+    for name, model in options["drafters"].items():
+        row = whole(min(options["max_model_len"], model.max_positions) + options["tail_tokens"])
+        assert got.drafter_cache_tokens[name] <= min(tokens, options["max_num_seqs"] * row)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(ASKED, UNASKED))
-def test_a_plan_is_within_its_budget(asked):
-    got = found(**asked)
+def test_a_plan_stays_within_its_budget(options):
+    got = plan_or_none(**options)
     if got is not None:
-        assert got.num_bytes <= got.budget_bytes == asked["budget_bytes"]
-        assert 1 <= got.num_sequences_plain <= asked["max_num_seqs"]
+        assert got.num_bytes <= got.budget_bytes == options["budget_bytes"]
+        assert 1 <= got.num_sequences_plain <= options["max_num_seqs"]
         assert got.num_sequences_speculative <= got.num_sequences_plain
 
 
 @settings(max_examples=150, deadline=None)
 @given(ASKED, st.integers(0, 1000))
-def test_more_memory_never_gives_anyone_less(asked, more):
-    got = found(**asked)
+def test_more_memory_never_makes_a_cache_smaller(options, more):
+    got = plan_or_none(**options)
     if got is None:
         return
-    richer = plan(**asked | {"budget_bytes": asked["budget_bytes"] + more})
+    richer = plan(**options | {"budget_bytes": options["budget_bytes"] + more})
     assert richer.cache_tokens >= got.cache_tokens
     assert richer.num_sequences_plain >= got.num_sequences_plain
     assert richer.num_sequences_speculative >= got.num_sequences_speculative
@@ -137,21 +137,21 @@ def test_more_memory_never_gives_anyone_less(asked, more):
 
 @settings(max_examples=150, deadline=None)
 @given(UNASKED, st.integers(0, 300_000))
-def test_more_memory_never_gives_a_shorter_context(asked, more):
-    got = found(**asked)
+def test_more_memory_never_gives_a_shorter_context(options, more):
+    got = plan_or_none(**options)
     if got is not None:
-        assert plan(**asked | {"budget_bytes": asked["budget_bytes"] + more}).max_model_len >= got.max_model_len
+        assert plan(**options | {"budget_bytes": options["budget_bytes"] + more}).max_model_len >= got.max_model_len
 
 
 @settings(max_examples=150, deadline=None)
 @given(ASKED)
-def test_drafters_turn_no_sequence_away_that_the_target_would_have_served(asked):
-    """What it refuses, and for which length, is the same without their caches; the context asked for is given."""
-    alone, got = found(**asked | {"drafters": undrafted(asked["drafters"])}), found(**asked)
+def test_drafters_never_reduce_the_sequences_that_the_target_can_serve(options):
+    """The refused options are the same as without their caches; a requested context is granted."""
+    alone, got = plan_or_none(**options | {"drafters": undrafted(options["drafters"])}), plan_or_none(**options)
     assert (alone is None) == (got is None)
     if got is None or alone is None:
         return
-    assert got.max_model_len == alone.max_model_len == asked["max_model_len"]
+    assert got.max_model_len == alone.max_model_len == options["max_model_len"]
     more = alone.num_sequences_plain > got.num_sequences_plain
     assert (got.alone is not None) == more
     assert got.alone is None or got.alone.num_sequences_plain == alone.num_sequences_plain
@@ -159,19 +159,19 @@ def test_drafters_turn_no_sequence_away_that_the_target_would_have_served(asked)
 
 @settings(max_examples=150, deadline=None)
 @given(ASKED)
-def test_a_drafter_has_its_row_wherever_one_fits_beside_a_sequence(asked):
-    asked |= {"remembered_bytes": {}}
-    one, got = whole(asked["max_model_len"]), found(**asked)
-    if got is None or planned_bytes(asked, one, one) > asked["budget_bytes"] - loaded_bytes(asked):
+def test_a_drafter_gets_a_row_if_one_fits_with_a_sequence(options):
+    options |= {"remembered_bytes": {}}
+    one, got = whole(options["max_model_len"]), plan_or_none(**options)
+    if got is None or planned_bytes(options, one, one) > options["budget_bytes"] - loaded_bytes(options):
         return
-    for name, model in asked["drafters"].items():
-        assert got.drafter_cache_tokens[name] >= min(asked["max_model_len"], model.max_positions)
+    for name, model in options["drafters"].items():
+        assert got.drafter_cache_tokens[name] >= min(options["max_model_len"], model.max_positions)
     assert got.silent_drafters == []
 
 
 @settings(max_examples=150, deadline=None)
 @given(UNASKED)
-@example(  # two sequences may be drafted, and there is room for a row of one of them
+@example(  # two sequences may be drafted, and memory suffices for one row
     {
         "target": ModelMemory(0, 1, 0, 40_960),
         "drafters": {"a": ModelMemory(0, 1, 0, 20_000)},
@@ -179,14 +179,14 @@ def test_a_drafter_has_its_row_wherever_one_fits_beside_a_sequence(asked):
         "max_num_seqs": 2,
     }
 )
-def test_a_context_that_nobody_set_is_shortened_for_drafters_but_not_below_what_is_usual(asked):
-    limit = asked["target"].max_positions
+def test_a_default_context_is_shortened_for_drafters_to_a_usual_length_at_least(options):
+    limit = options["target"].max_positions
     lengths = [limit // 2**i for i in range(6) if i == 0 or limit // 2 ** (i - 1) >= 2 * MIN_AUTO_LEN]
-    plans = {length: found(**asked, max_model_len=length) for length in lengths}
+    plans = {length: plan_or_none(**options, max_model_len=length) for length in lengths}
     served = [length for length in lengths if plans[length] is not None]
     full = [n for n in served if all(t >= min(n, 20_000) for t in plans[n].drafter_cache_tokens.values())]
     usual = min([length for length in lengths if length >= USUAL_LEN], default=limit)
-    got = found(**asked)
+    got = plan_or_none(**options)
     if got is None:
         assert not served
     elif full and full[0] >= usual:
@@ -194,10 +194,10 @@ def test_a_context_that_nobody_set_is_shortened_for_drafters_but_not_below_what_
     else:
         assert got.max_model_len == max(length for length in served if length <= usual)
     if got is not None:
-        assert replace(got, alone=None) == replace(plan(**asked, max_model_len=got.max_model_len), alone=None)
+        assert replace(got, alone=None) == replace(plan(**options, max_model_len=got.max_model_len), alone=None)
 
 
-def test_planned_bytes_are_those_of_the_caches_built():
+def test_planned_bytes_are_those_of_real_caches():
     shape = {"layers": 2, "kv_heads": 3, "head_dim": 8, "dtype": torch.bfloat16}
     each = PagedCache.bytes_per_token(**shape)
     model = ModelMemory(0, each, 0, 4096)
@@ -208,7 +208,7 @@ def test_planned_bytes_are_those_of_the_caches_built():
     cache.reserve([0, 1, 2], [100] * 3)
 
 
-def test_the_planned_sequences_fit_the_cache_built():
+def test_the_planned_sequences_fit_into_the_cache():
     model = ModelMemory(0, 10, 0, 4096)
     got = plan(target=model, max_model_len=30, max_num_seqs=9, tail_tokens=5, budget_bytes=2000)
     shape = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": torch.int8, "block_size": BLOCK, "key_pad": PAD}
@@ -221,69 +221,71 @@ def test_the_planned_sequences_fit_the_cache_built():
     assert not cache.can_reserve(range(num_speculative + 1), [35] * (num_speculative + 1))
 
 
-def test_what_drafting_costs_is_one_line():
-    """Llama 3 8B with 1B beside it, in bfloat16, on 24 GB."""
+def test_the_memory_cost_of_drafting_is_one_line():
+    """Llama 3 8B with a 1B draft model, in bfloat16, on 24 GB."""
     models = ModelMemory(int(16.06e9), 131_072, 1024, 131_072), {"draft": ModelMemory(3 * 10**9, 32_768, 512, 131_072)}
-    asked = {"budget_bytes": 24 * 10**9, "max_num_seqs": 16}
-    lines = plan_memory(*models, **asked).lines()
+    options = {"budget_bytes": 24 * 10**9, "max_num_seqs": 16}
+    lines = plan_memory(*models, **options).lines()
     assert lines[-2:] == [
         "room for 1 sequence of 16,384 tokens, 1 with speculation",
         "without a drafter's cache there would be room for 1 sequence of 32,768 tokens",
     ]
-    few = plan_memory(*models, **asked, max_model_len=4096).lines()
+    few = plan_memory(*models, **options, max_model_len=4096).lines()
     assert few[-1] == "without a drafter's cache there would be room for 9 sequences of 4,096 tokens"
-    assert "without" not in plan_memory(models[0], **asked).lines()[-1]
+    assert "without" not in plan_memory(models[0], **options).lines()[-1]
 
 
-def test_a_refusal_says_the_numbers_and_a_max_len_that_works():
-    asked = {"target": ModelMemory(10**9, 50_000, 0, 10**6), "max_num_seqs": 4, "budget_bytes": 11 * 10**8}
+def test_a_refusal_names_the_numbers_and_a_max_model_len_that_works():
+    options = {"target": ModelMemory(10**9, 50_000, 0, 10**6), "max_num_seqs": 4, "budget_bytes": 11 * 10**8}
     with pytest.raises(NotEnoughMemory) as refused:
-        plan_memory(**asked, max_model_len=4096)
+        plan_memory(**options, max_model_len=4096)
     words = (
         "max_model_len 4,096|1.23 GB|1.00 GB weights|4,608 cache slots at 50.0 kB|budget is 1.10 GB|dtype|to 1,472 at"
     )
     assert [word for word in words.split("|") if word not in str(refused.value)] == []
-    assert plan_memory(**asked, max_model_len=1472).num_sequences_plain == 1
+    assert plan_memory(**options, max_model_len=1472).num_sequences_plain == 1
     with pytest.raises(NotEnoughMemory):
-        plan_memory(**asked, max_model_len=1473)
+        plan_memory(**options, max_model_len=1473)
 
 
 @settings(max_examples=60, deadline=None)
 @given(ASKED)
-def test_the_max_len_that_a_refusal_names_is_the_longest_that_works(asked):
-    if found(**asked) is not None:
+def test_the_max_model_len_in_a_refusal_is_the_longest_that_works(options):
+    if plan_or_none(**options) is not None:
         return
     lengths = [
-        n for n in range(BLOCK, whole(asked["max_model_len"]) + 1, BLOCK) if found(**asked | {"max_model_len": n})
+        n
+        for n in range(BLOCK, whole(options["max_model_len"]) + 1, BLOCK)
+        if plan_or_none(**options | {"max_model_len": n})
     ]
     with pytest.raises(NotEnoughMemory) as refused:
-        plan(**asked)
+        plan(**options)
     assert (f"to {lengths[-1]} at most" if lengths else "no max_model_len is small enough") in str(refused.value)
 
 
-def test_lines_for_the_reader():
-    asked = {
+def test_the_lines_of_a_plan():
+    options = {
         "target": ModelMemory(1_000_000_000, 49_152, 0, 2048),
         "drafters": {"model:small": ModelMemory(90_000_000, 12_288, 0, 2048)},
         "max_num_seqs": 4,
     }
-    assert plan_memory(**asked, budget_bytes=8 * 10**9).lines() == [
+    assert plan_memory(**options, budget_bytes=8 * 10**9).lines() == [
         "memory: 1.62 GB of 8.00 GB, weights 1.09 GB",
         "target cache: 428 MB, 8,192 tokens at 49.2 kB",
         "model:small cache: 107 MB, 8,192 tokens at 12.3 kB",
         "room for 4 sequences of 2,048 tokens, 4 with speculation",
     ]
-    least = plan_memory(**asked, max_model_len=2048, budget_bytes=1_220_000_000)
+    least = plan_memory(**options, max_model_len=2048, budget_bytes=1_220_000_000)
     assert least.lines()[2:] == [
         "model:small cache: no memory left, will not draft",
         "room for 1 sequence of 2,048 tokens, 0 with speculation",
     ]
     assert least.silent_drafters == ["model:small"]
     for budget, line in ((8 * 10**9, "at most 268 MB"), (1_320_000_000, "at most 14.4 MB")):
-        told = plan_memory(**asked, budget_bytes=budget, remembered_bytes={"past answers": 256 << 20}).lines()
-        assert told[3] == f"past answers: {line}"
+        lines = plan_memory(**options, budget_bytes=budget, remembered_bytes={"past answers": 256 << 20}).lines()
+        assert lines[3] == f"past answers: {line}"
     one = 1_090_000_000 + (2048 + 512) * 49_152
-    none = plan_memory(**asked, budget_bytes=one, remembered_bytes={"past answers": 256 << 20})
+    none = plan_memory(**options, budget_bytes=one, remembered_bytes={"past answers": 256 << 20})
     assert none.lines()[3] == "past answers: no memory left, none are stored"
 
 

@@ -1,6 +1,6 @@
-"""What stays known of rows that are gone: which texts find it, and what is given up first.
+"""The cached prefixes of finished rows: which texts reuse them, and which are evicted first.
 
-That it is right whatever happens to it, test_paged says.
+test_paged checks that their content is right.
 """
 
 import random
@@ -23,7 +23,7 @@ def cache_of(num_tokens: int) -> PagedCache:
 
 
 def read_on(cache: PagedCache, seq_id: int, text: Sequence[int]) -> None:
-    """Read what of a text is not in its row."""
+    """Read the part of a text that is not in its row."""
     rest = text[cache.length(seq_id) if seq_id in cache else 0 :]
     cache.reserve([seq_id], [len(rest)])
     first = cache.start(seq_id) + cache.length(seq_id)
@@ -33,17 +33,17 @@ def read_on(cache: PagedCache, seq_id: int, text: Sequence[int]) -> None:
 
 
 class Colliding(bytes):
-    """Tokens whose hash is always the same."""
+    """Keys of tokens that all have the same hash."""
 
     def __hash__(self) -> int:
         return 1
 
 
-def test_texts_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = PrefixStore.keys
+def test_texts_with_equal_hashes_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrefixStore.keys
 
     def colliding(self: PrefixStore, tokens: Sequence[int]) -> Iterator[bytes]:
-        return map(Colliding, own(self, tokens))
+        return map(Colliding, original(self, tokens))
 
     monkeypatch.setattr(PrefixStore, "keys", colliding)
     cache, texts = cache_of(480), [[i % 2**k for i in range(5 * SIZE)] for k in range(6)]
@@ -57,7 +57,7 @@ def test_texts_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def retired(cache: PagedCache, *texts: Sequence[int], salt: str = "a") -> None:
-    """Read texts, one after the other, and let them go."""
+    """Read texts one after the other and retire their rows."""
     for text in texts:
         cache.adopt(99, text, salt)
         read_on(cache, 99, text)
@@ -68,7 +68,7 @@ def known(cache: PagedCache, text: Sequence[int], salt: str = "a") -> int:
     return len(cache.prefix_store.find(text, salt)) * SIZE
 
 
-def test_only_full_blocks_of_the_same_salt_are_found() -> None:
+def test_only_full_blocks_with_the_same_salt_are_reused() -> None:
     cache = cache_of(200)
     text = list(range(30))
     retired(cache, text)
@@ -81,14 +81,14 @@ def test_only_full_blocks_of_the_same_salt_are_found() -> None:
     assert cache.num_free_tokens == 200, "what is kept counts as free"
 
 
-def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:
-    """A cache of 10 blocks, full of three texts of 3 blocks with a block in common; a row then takes block by block."""
+def test_the_least_recently_used_text_is_evicted_first_from_its_end() -> None:
+    """A cache of 10 blocks holds three texts of 3 blocks with a common block; a row then takes block by block."""
     cache = cache_of(10 * SIZE)
     first = list(range(24))
     second, third = [*first[:8], *range(100, 116)], [*first[:8], *range(200, 216)]
     retired(cache, first, second, third)
     assert len(cache.prefix_store) == 7
-    cache.adopt(50, first, "a")  # used again, so the second is now the oldest
+    cache.adopt(50, first, "a")  # used again, so that the second is the oldest
     cache.release([50])
     order = [(known(cache, first), known(cache, second), known(cache, third))]
     for count in range(1, 11):
@@ -101,8 +101,8 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
 
 @pytest.mark.full
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(0, 2**16))
-def test_nothing_is_given_up_while_there_is_room(lengths: list[int], seed: int) -> None:
-    """A row grows and shrinks; what is kept stays, exactly as many blocks as are free."""
+def test_nothing_is_evicted_while_blocks_are_free(lengths: list[int], seed: int) -> None:
+    """While a row grows and shrinks, exactly as many cached blocks stay as are free."""
     rng, cache = random.Random(seed), cache_of(40 * SIZE)
     for number, length in enumerate(lengths):
         retired(cache, [number, *range(length * SIZE - 1)])
@@ -114,7 +114,7 @@ def test_nothing_is_given_up_while_there_is_room(lengths: list[int], seed: int) 
         cache.release([7])
 
 
-def test_a_row_that_needs_the_blocks_it_begins_with_gets_what_is_left() -> None:
+def test_a_prefix_is_reused_in_part_if_the_row_needs_its_blocks() -> None:
     cache = cache_of(6 * SIZE)
     text = list(range(4 * SIZE))
     retired(cache, text)
@@ -125,7 +125,7 @@ def test_a_row_that_needs_the_blocks_it_begins_with_gets_what_is_left() -> None:
     cache.check()
 
 
-def test_nothing_is_known_after_a_clear_or_of_what_was_wiped() -> None:
+def test_no_prefix_is_found_after_clear_or_release() -> None:
     cache = cache_of(200)
     text = list(range(40))
     retired(cache, text)
@@ -138,13 +138,13 @@ def test_nothing_is_known_after_a_clear_or_of_what_was_wiped() -> None:
 
 
 @given(st.lists(st.integers(0, 1), max_size=200), st.lists(st.integers(0, 1), max_size=200), st.integers(0, 210))
-def test_shared_beginnings_are_counted(left: list[int], right: list[int], most: int) -> None:
+def test_shared_prefix_lengths_are_counted(left: list[int], right: list[int], most: int) -> None:
     cut = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
     assert num_shared(left, right, most) == min(cut, most)
     assert num_shared(left, [*left, 1], most) == min(len(left), most)
 
 
-def test_the_longest_beginning_is_taken_and_short_ones_are_not() -> None:
+def test_the_longest_shared_prefix_is_taken_and_short_ones_are_not() -> None:
     cache = cache_of(400)
     text = [*range(60)]
     retired(cache, text[:32])

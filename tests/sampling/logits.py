@@ -1,4 +1,4 @@
-"""Logits of many kinds, the harmless and the hostile."""
+"""Logits of many kinds, usual and extreme ones."""
 
 import math
 
@@ -9,7 +9,7 @@ SHAPES = ["steep", "flat", "tied", "bfloat16", "far", "tiny", "filtered", "NaN",
 
 
 def logits_of(shape: str, rows: int, vocab: int, seed: int) -> Tensor:
-    """Rows of one kind; the first is peaked whatever the kind, so that kinds meet in one batch."""
+    """Rows of one kind; the first row is always peaked, so that a batch has two kinds."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, vocab, generator=random)
     ranks = torch.stack([torch.randperm(vocab, generator=random) for _ in range(rows)])

@@ -1,4 +1,4 @@
-"""Draws: the law of what is drawn, bits independent of company, hostile drafters, odd batches."""
+"""Draws: the law of drawn tokens, bits that do not depend on the batch, hostile drafters, unusual batches."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from kit.laws import chi_square
 
 
 def many_positions(draws: Draws, count: int) -> PathState:
-    """Nodes of sequence 0 that differ in position alone: as many independent draws from one law."""
+    """Nodes of sequence 0 that differ only in position, which give `count` independent draws from one law."""
     row = torch.zeros(count, dtype=torch.int64)
     return PathState(row, row.new_empty(count, 0), torch.arange(count) + 10)
 
@@ -63,8 +63,8 @@ def test_children_are_drawn_without_replacement(rejection: bool) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(sequences(), min_size=1, max_size=4), st.integers(0, 2**31))
-def test_a_perfect_drafter_is_always_right(specs: list[dict[str, Any]], seed: int) -> None:
-    """Coupled: with the target's own logits the first child is the target's choice, whatever the parameters."""
+def test_a_drafter_with_the_targets_logits_drafts_the_targets_choice(specs: list[dict[str, Any]], seed: int) -> None:
+    """In coupled mode, with the target's logits, the first child is the target's choice for any parameters."""
     rows = [RowSampling(**spec) for spec in specs]
     draws = Draws(rows, VOCAB)
     logits = random_logits(len(rows), seed, torch.float32)
@@ -80,25 +80,25 @@ def test_rows_have_the_bits_they_would_have_alone(
 ) -> None:
     rows = [RowSampling(**spec) for spec in specs]
     draws = Draws(rows, vocab, rejection=rejection, num_ids=vocab - 1)
-    guesses = [[(row.tokens[-1] + 1) % VOCAB, row.tokens[0]] for row in rows]
-    at = draws.nodes(chains(rows, guesses))
+    paths = [[(row.tokens[-1] + 1) % VOCAB, row.tokens[0]] for row in rows]
+    at = draws.nodes(chains(rows, paths))
     logits = random_logits(len(at.row), seed, torch.float32, vocab)
     law, drawn, kids = draws.probs(logits, at), draws.draw(logits, at), draws.children(logits, at, 2)
     recovered, coins = draws.recover(law.log(), at), draws.coins(at, drawn)
     for i, row in enumerate(rows):
-        own = at.row == i
+        mine = at.row == i
         alone = Draws([row], vocab, rejection=rejection, num_ids=vocab - 1)
-        there = alone.nodes(chains([row], [guesses[i]]))
-        assert torch.equal(alone.probs(logits[own], there), law[own])
-        assert torch.equal(alone.draw(logits[own], there), drawn[own])
-        assert torch.equal(alone.recover(law[own].log(), there), recovered[own])
-        assert torch.equal(alone.coins(there, drawn[own]), coins[own])
-        kids_alone = alone.children(logits[own], there, 2)
-        assert torch.equal(kids_alone.tokens, kids.tokens[own])
-        assert torch.equal(kids_alone.survival, kids.survival[own])
+        there = alone.nodes(chains([row], [paths[i]]))
+        assert torch.equal(alone.probs(logits[mine], there), law[mine])
+        assert torch.equal(alone.draw(logits[mine], there), drawn[mine])
+        assert torch.equal(alone.recover(law[mine].log(), there), recovered[mine])
+        assert torch.equal(alone.coins(there, drawn[mine]), coins[mine])
+        kids_alone = alone.children(logits[mine], there, 2)
+        assert torch.equal(kids_alone.tokens, kids.tokens[mine])
+        assert torch.equal(kids_alone.survival, kids.survival[mine])
         assert (kids.law is None) == (not rejection)
         if kids.law is not None and kids_alone.law is not None:
-            assert torch.equal(kids_alone.law, kids.law[own])
+            assert torch.equal(kids_alone.law, kids.law[mine])
 
 
 HOSTILE = [math.nan, math.inf, -math.inf, 3e38, -3e38]
@@ -109,7 +109,7 @@ HOSTILE = [math.nan, math.inf, -math.inf, 3e38, -3e38]
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("where", ["all", "one", "half"])
 @pytest.mark.parametrize("params", [*SETTINGS, {"temperature": 0.0}, {"logits_processors": [lambda _, x: x]}])
-def test_hostile_drafters_give_tokens_in_range_or_none(
+def test_children_from_extreme_logits_are_valid_ids_or_none(
     rejection: bool, value: float, where: str, params: dict[str, object]
 ) -> None:
     draws = single(rejection=rejection, vocab=9, **params)
@@ -122,29 +122,29 @@ def test_hostile_drafters_give_tokens_in_range_or_none(
     assert len(set(real)) == len(real)
     assert children.survival.isfinite().all()
     if children.law is not None and not draws.greedy[0]:
-        assert all(children.law[0, token] > 0 for token in real), "a guess its own law denies"
+        assert all(children.law[0, token] > 0 for token in real), (
+            "a drafted token has probability 0 in its declared law"
+        )
 
 
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"temperature": 0.0, "banned_tokens": [1, 2]}])
-def test_what_was_drawn_is_not_offered_again_where_nothing_else_is_left(
-    rejection: bool, params: dict[str, object]
-) -> None:
-    """Token 0 is what an empty search comes back with, so it must be among those drawn."""
+def test_drawn_tokens_are_not_offered_again_if_no_other_is_left(rejection: bool, params: dict[str, object]) -> None:
+    """An empty search returns token 0, so token 0 must be among those drawn before."""
     draws = single(rejection=rejection, vocab=4, **params)
     children = draws.children(torch.tensor([[9.0, 0.0, 0.0, 5.0]]), draws.roots(), 4)
     assert sorted(children.tokens[0].tolist()) == [-1, -1, 0, 3]
     assert (children.survival > 0).sum() == 2
 
 
-def test_greedy_children_fall_in_logits_with_ties_by_id() -> None:
+def test_greedy_children_are_sorted_by_logit_with_ties_by_id() -> None:
     draws = single(vocab=5, temperature=0.0)
     children = draws.children(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]), draws.roots(), 5)
     assert children.tokens.tolist() == [[1, 2, 4, 0, 3]]
     assert children.survival.sum().item() == pytest.approx(1.0)
 
 
-def test_bfloat16_logits_are_judged_in_float32() -> None:
+def test_bfloat16_logits_are_compared_in_float32() -> None:
     draws = single()
     logits = random_logits(1, 0, torch.float32, 50).bfloat16()
     assert draws.probs(logits, draws.roots()).dtype == torch.float32
@@ -152,7 +152,7 @@ def test_bfloat16_logits_are_judged_in_float32() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draw_from_nothing_says_so(temperature: float) -> None:
+def test_a_draw_without_a_law_gives_minus_one(temperature: float) -> None:
     draws = Draws([RowSampling(0, SamplingParams(temperature=temperature), 0, 0, [1], 1)], 3, rejection=True)
     for logits in ([-math.inf] * 3, [0.0, math.nan, 1.0]):
         assert draws.draw(torch.tensor([logits]), draws.roots()).tolist() == [-1]
@@ -160,7 +160,7 @@ def test_a_draw_from_nothing_says_so(temperature: float) -> None:
         assert draws.probs(torch.tensor([logits]), draws.roots()).isnan().any()
 
 
-def test_a_round_that_draws_nothing() -> None:
+def test_a_round_without_rows_draws_nothing() -> None:
     draws = Draws([], VOCAB)
     at = draws.roots()
     assert draws.draw(torch.empty(0, VOCAB), at).shape == (0,)

@@ -1,4 +1,4 @@
-"""What is kept of a text from round to round is what the text alone would give."""
+"""The token counts that are kept from round to round equal those of the text."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ tokens = st.lists(st.integers(0, 9), max_size=12)
 
 
 def recounted(text: list[int], first: int, num_prompt: int) -> tuple[array[int], array[int]]:
-    """By going through the text."""
-    ids, said = sorted(set(text[first:])), Counter(text[num_prompt:])
-    return array("i", ids), array("i", [said[token] for token in ids])
+    """The ids and their counts, by going through the text."""
+    ids, counts = sorted(set(text[first:])), Counter(text[num_prompt:])
+    return array("i", ids), array("i", [counts[token] for token in ids])
 
 
 @settings(max_examples=300, deadline=None)
 @given(tokens.filter(bool), st.booleans(), st.lists(st.tuples(st.integers(0, 6), tokens), max_size=8))
 def test_counts_are_those_of_the_text(prompt: list[int], whole: bool, steps: list[tuple[int, list[int]]]) -> None:
-    """Whatever is committed; and where a text is taken back, which no engine does, it is counted anew."""
+    """For any committed tokens; a text that became shorter, which no engine does, is counted again."""
     text, first = list(prompt), 0 if whole else len(prompt)
     counts = TextCounts.of(text, first, len(prompt))
     for back, news in steps:
@@ -40,12 +40,12 @@ def test_counts_are_those_of_the_text(prompt: list[int], whole: bool, steps: lis
         counts = counts.at(text)
         assert (counts.ids, counts.times) == recounted(text, first, len(prompt))
         assert counts.num_tokens == len(text)
-        assert (kept.ids, kept.times) == recounted(text[: kept.num_tokens], first, len(prompt))  # as it was
+        assert (kept.ids, kept.times) == recounted(text[: kept.num_tokens], first, len(prompt))  # unchanged
         assert len(before[0]) <= len(set(old))
 
 
 def test_a_text_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds add what is new; what is added to a copy for a round inside the round changes nothing."""
+    """Rounds add new tokens; adding tokens to a copy, for an inner round, does not change the original."""
     rng, made = random.Random(3), []
     of = TextCounts.of
     monkeypatch.setattr(TextCounts, "of", lambda *given: made.append(given) or of(*given))
@@ -61,7 +61,7 @@ def test_a_text_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counts_take_little_memory() -> None:
-    """Eight bytes and some room for each distinct id, however long the text is."""
+    """Eight bytes and some spare space per distinct id, however long the text is."""
     text = [i % 500 for i in range(20_000)]
     counts = TextCounts.of(text, 0, 100).at([*text, *range(600)])
     assert sys.getsizeof(counts.ids) + sys.getsizeof(counts.times) < 600 * 12

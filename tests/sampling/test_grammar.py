@@ -1,4 +1,4 @@
-"""Grammars as values, and what they allow: against languages that are written down, in whatever order it is asked."""
+"""Grammars as values, and the tokens they allow: compared with finite languages, for queries in any order."""
 
 import builtins
 import json
@@ -43,9 +43,9 @@ def constraint(grammar: Grammar, made: RequestChecker = MADE, **params: Any) -> 
     return sequence.constraint
 
 
-def ids_at(own: Constraint, path: tuple[int, ...]) -> set[int] | None:
-    """The ids that are allowed behind a path; None where it does not matter."""
-    place = own.after(path)
+def ids_at(matcher: Constraint, path: tuple[int, ...]) -> set[int] | None:
+    """The ids that are allowed after a path; None where all are."""
+    place = matcher.after(path)
     return None if place.mask is None else {token for token in range(VOCAB) if place.permits(token)}
 
 
@@ -55,33 +55,33 @@ def text_of(path: tuple[int, ...]) -> bytes:
 
 @pytest.mark.short("choice")
 @pytest.mark.parametrize("grammar", [Grammar.choice(TEXTS), Grammar.regex("|".join(TEXTS))], ids=["choice", "regex"])
-def test_allowed_is_what_goes_on_in_the_language_and_the_end_where_a_text_is_whole(grammar: Grammar) -> None:
-    """Everywhere that a random walk gets; and every text can be said as the tokenizer spells it."""
-    own, rng, whole = constraint(grammar), random.Random(1), [text.encode() for text in TEXTS]
+def test_allowed_are_continuations_in_the_language_and_the_end_token_after_a_complete_text(grammar: Grammar) -> None:
+    """At every point of random walks; and each text is allowed in the tokenizer's spelling."""
+    matcher, rng, whole = constraint(grammar), random.Random(1), [text.encode() for text in TEXTS]
     met = set()
     for _ in range(60):
         path: tuple[int, ...] = ()
-        while (ids := ids_at(own, path)) is not None:
-            said = text_of(path)
+        while (ids := ids_at(matcher, path)) is not None:
+            written = text_of(path)
             going_on = {
                 token
                 for token in range(VOCAB)
                 if SPELLED[token]
                 and token not in STORIES.special_ids
-                and any(text.startswith(said + (SPELLED[token] or b"")) for text in whole)
+                and any(text.startswith(written + (SPELLED[token] or b"")) for text in whole)
             }
             assert ids - {EOS} <= going_on
             assert ids - {EOS}, "a place where only the end can follow is complete"
-            assert (EOS in ids) == (said in whole)
+            assert (EOS in ids) == (written in whole)
             path = (*path, rng.choice(sorted(ids)))
-        assert path[-1] == EOS or own.after(path).complete
+        assert path[-1] == EOS or matcher.after(path).complete
         met.add(text_of(tuple(token for token in path if token != EOS)))
     assert met <= set(whole)
     assert len(met) > 5
     for text in TEXTS:
         spelled = STORIES.encode_inside(text)
         for i, token in enumerate(spelled):
-            assert own.after(tuple(spelled[:i])).permits(token), (text, i)
+            assert matcher.after(tuple(spelled[:i])).permits(token), (text, i)
 
 
 SCHEMA = {
@@ -98,37 +98,37 @@ SCHEMA = {
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([Grammar.json(SCHEMA), Grammar.regex(r"(a|the)( \w{2,5})*\.")]))
-def test_the_order_in_which_places_are_asked_for_does_not_matter(seed: int, grammar: Grammar) -> None:
-    """Paths that branch, that are forbidden, and texts that go on, or elsewhere: always what a fresh one says."""
-    rng, own, answer = random.Random(seed), constraint(grammar), list[int]()
+def test_the_order_of_queries_does_not_matter(seed: int, grammar: Grammar) -> None:
+    """For branching and forbidden paths, and texts that grow or change, the result is that of a fresh constraint."""
+    rng, matcher, answer = random.Random(seed), constraint(grammar), list[int]()
     for _ in range(40):
         path: tuple[int, ...] = ()
         for _ in range(rng.randrange(6)):
-            ids = ids_at(own, path)
+            ids = ids_at(matcher, path)
             lawful = ids and rng.random() < 0.9
             path = (*path, rng.choice(sorted(ids)) if lawful and ids else rng.randrange(VOCAB))
         fresh = constraint(grammar)
         fresh.follow([1, 403, *answer])
-        assert ids_at(own, path) == ids_at(fresh, path)
-        assert own.after(path).complete == fresh.after(path).complete
-        assert own.forced(99) == fresh.forced(99)
+        assert ids_at(matcher, path) == ids_at(fresh, path)
+        assert matcher.after(path).complete == fresh.after(path).complete
+        assert matcher.forced(99) == fresh.forced(99)
         if rng.random() < 0.5:
             kept = path[: rng.randrange(len(path) + 1)]
-            if all(own.after(kept[:i]).permits(token) for i, token in enumerate(kept)) and EOS not in kept:
+            if all(matcher.after(kept[:i]).permits(token) for i, token in enumerate(kept)) and EOS not in kept:
                 answer += kept
         elif rng.random() < 0.1:
             answer = []
-        own.follow([1, 403, *answer])
+        matcher.follow([1, 403, *answer])
 
 
-def test_forced_tokens_are_those_without_a_choice() -> None:
-    own = constraint(Grammar.json(SCHEMA, whitespace=False))
-    forced = own.forced(99)
+def test_forced_tokens_are_those_without_an_alternative() -> None:
+    matcher = constraint(Grammar.json(SCHEMA, whitespace=False))
+    forced = matcher.forced(99)
     assert text_of(tuple(forced)).startswith(b'{"name":')
     for i, token in enumerate(forced):
-        assert ids_at(own, tuple(forced[:i])) == {token}
-    assert own.forced(2) == forced[:2]
-    assert own.forced(0) == []
+        assert ids_at(matcher, tuple(forced[:i])) == {token}
+    assert matcher.forced(2) == forced[:2]
+    assert matcher.forced(0) == []
     assert constraint(Grammar.regex("[ab]c*")).forced(9) == []
 
 
@@ -147,7 +147,7 @@ def test_the_end_tokens_are_those_of_the_request() -> None:
     assert constraint(grammar).completed_by([a, EOS, b]) is None
 
 
-def test_grammars_are_put_together_and_stand_behind_reasoning() -> None:
+def test_grammars_can_be_combined_and_applied_after_reasoning() -> None:
     made_of = Grammar.lark('start: "(" @one "," @two ")"', one=Grammar.regex("a+"), two=Grammar.json({"const": 7}))
     reasoned = made_of.behind("</think>", "<think>")
     for grammar, whole in (
@@ -157,17 +157,17 @@ def test_grammars_are_put_together_and_stand_behind_reasoning() -> None:
     ):
         for text in whole:
             spelled = STORIES.encode_inside(text)
-            own = constraint(grammar)
-            assert all(own.after(tuple(spelled[:i])).permits(token) for i, token in enumerate(spelled)), text
-            assert own.after(tuple(spelled)).complete == text.endswith("7)")
+            matcher = constraint(grammar)
+            assert all(matcher.after(tuple(spelled[:i])).permits(token) for i, token in enumerate(spelled)), text
+            assert matcher.after(tuple(spelled)).complete == text.endswith("7)")
     assert constraint(made_of).after(tuple(STORIES.encode_inside("(b"))).mask is None, "forbidden"
 
 
-def test_json_may_have_blanks_but_not_for_ever() -> None:
-    own = constraint(Grammar.json({"type": "object"}))
+def test_json_may_have_a_limited_number_of_blanks() -> None:
+    matcher = constraint(Grammar.json({"type": "object"}))
     brace, line = STORIES.encode_inside("{")[0], STORIES.encode_inside("\n")[0]
-    assert own.after((brace, *[line] * 31)).permits(line)
-    assert not own.after((brace, *[line] * 32)).permits(line)
+    assert matcher.after((brace, *[line] * 31)).permits(line)
+    assert not matcher.after((brace, *[line] * 32)).permits(line)
     assert not constraint(Grammar.json({"type": "object"}, whitespace=False)).after((brace,)).permits(line)
 
 
@@ -194,12 +194,12 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("make", "why"), WRONG)
-def test_what_is_no_grammar_is_refused_with_the_reason(make: Any, why: str) -> None:
+def test_an_invalid_grammar_is_refused_with_the_reason(make: Any, why: str) -> None:
     with pytest.raises(InvalidGrammar, match=f"^grammar: .*{why}"):
         constraint(make())
 
 
-def test_where_grammars_cannot_be_served_the_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_grammar_support_the_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidGrammar, match="this model has no tokenizer"):
         constraint(Grammar.regex("a"), requests(None))
     with pytest.raises(InvalidRequest, match=r"^grammar: 'a' cannot be served; use a Grammar, such as"):
@@ -220,36 +220,36 @@ def test_where_grammars_cannot_be_served_the_request_is_refused(monkeypatch: pyt
         constraint(Grammar.regex("a"), requests())
 
 
-def test_a_grammar_that_takes_too_much_work_fails_its_sequence_by_name_and_can_be_asked_again() -> None:
-    own = constraint(Grammar.lark('start: x\nx: "a" x | "a" x "b" | x x "a" | "a"' + ' | "a" x x' * 300))
+def test_a_grammar_that_takes_too_much_work_fails_its_sequence_and_can_be_used_again() -> None:
+    matcher = constraint(Grammar.lark('start: x\nx: "a" x | "a" x "b" | x x "a" | "a"' + ' | "a" x x' * 300))
     a = STORIES.encode_inside("a")[0]
     with pytest.raises(RequestFailed) as failed:
-        own.after((a,) * 9)
-    assert failed.value.seq_id == own.seq_id
+        matcher.after((a,) * 9)
+    assert failed.value.seq_id == matcher.seq_id
     assert isinstance(failed.value.__cause__, InvalidGrammar)
     assert "Use a simpler grammar" in str(failed.value.__cause__)
-    assert own.after(()).permits(a)
+    assert matcher.after(()).permits(a)
 
 
-def test_a_grammar_that_takes_too_much_time_gets_no_guesses_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, clock, a = constraint(Grammar.regex("a*")), iter(range(10**6)), STORIES.encode_inside("a")[0]
-    assert not own.slow
+def test_a_grammar_that_takes_too_much_time_gets_no_drafts_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher, clock, a = constraint(Grammar.regex("a*")), iter(range(10**6)), STORIES.encode_inside("a")[0]
+    assert not matcher.slow
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.2)
-    own.after(())
-    assert own.slow
+    matcher.after(())
+    assert matcher.slow
     with pytest.raises(RequestFailed) as failed:
-        [own.after((a,) * count) for count in range(1, 100)]
+        [matcher.after((a,) * count) for count in range(1, 100)]
     assert "200 ms per token" in str(failed.value.__cause__)
 
 
-def test_compiled_grammars_are_kept_and_shared_by_threads() -> None:
+def test_compiled_grammars_are_cached_and_shared_by_threads() -> None:
     made, grammar = requests(), Grammar.json(SCHEMA)
     first = made.matchers.matcher(grammar)
     assert made.matchers.matcher(Grammar.json(json.dumps(SCHEMA))) is first
 
     def ask(_: int) -> set[int] | None:
-        own = constraint(grammar, made)
-        return ids_at(own, tuple(own.forced(3)))
+        matcher = constraint(grammar, made)
+        return ids_at(matcher, tuple(matcher.forced(3)))
 
     with ThreadPoolExecutor(8) as pool:
         found = [*pool.map(ask, range(8))]
@@ -259,12 +259,12 @@ def test_compiled_grammars_are_kept_and_shared_by_threads() -> None:
     assert made.matchers.matcher(grammar) is not first
 
 
-def test_different_grammars_are_compiled_side_by_side_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_grammars_are_compiled_concurrently_and_equal_ones_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made, both, honest, asked = requests(), threading.Barrier(2, timeout=300), Matchers._compiled, list[str]()
 
     def compiled(matchers: Matchers, grammar: Grammar) -> Matcher:
         asked.append(grammar.text)
-        both.wait()  # neither is made before both are begun
+        both.wait()  # neither is compiled before both have begun
         return honest(matchers, grammar)
 
     monkeypatch.setattr(Matchers, "_compiled", compiled)

@@ -1,4 +1,4 @@
-"""Whatever a request brings is refused by name, or gives finite laws and leaves the other requests' laws alone."""
+"""Any sampling parameters are refused by name, or give finite laws and do not change other requests' laws."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ ANY = [*WHOLE, *REAL, *NUMPY, *OTHER, 10**5000]
 
 
 def hostile(field: str) -> Iterator[object]:
-    """Values for a field: numbers of all sizes and things that are none, alone and as the items of a list."""
+    """Values for a field: numbers of all sizes and non-numbers, alone and as items of a list."""
     yield from ANY
     yield from ([value] for value in ANY)
     yield [5, 5, 7]
@@ -50,7 +50,7 @@ def hostile(field: str) -> Iterator[object]:
 
 
 def hostile_logits() -> Tensor:
-    """A row of each kind that has a law: harmless, huge, tiny, tied, and with infinities of both signs."""
+    """A row of each kind that has a law: usual, huge, tiny, tied, and with infinities of both signs."""
     random = torch.Generator().manual_seed(1)
     kinds = [logits_of(shape, 2, VOCAB, 3)[1:] for shape in SHAPES if shape not in ("NaN", "nothing")]
     signs = torch.randn(1, VOCAB, generator=random).sign()
@@ -69,8 +69,8 @@ def row(params: SamplingParams, seq_id: int = 0) -> RowSampling:
 
 
 def laws(params: list[SamplingParams], rejection: bool) -> tuple[Tensor, Tensor]:
-    """[rows, kinds, vocab] law and [rows, kinds] draw of every kind of logits, behind guesses of several lengths."""
-    rows = [row(own, i) for i, own in enumerate(params)]
+    """The [rows, kinds, vocab] law and [rows, kinds] draw of every kind of logits, after drafts of several lengths."""
+    rows = [row(each, i) for i, each in enumerate(params)]
     draws = Draws(rows, VOCAB, rejection=rejection, num_ids=NUM_IDS, kernels=KERNELS)
     count = len(LOGITS)
     drawn = torch.tensor([[5, 9], [4, -1], [-1, -1]]).repeat(count, 1)[:count].repeat(len(params), 1)
@@ -88,7 +88,7 @@ ALONE = {rejection: laws([HONEST], rejection) for rejection in (False, True)}
 
 
 def check_laws(params: SamplingParams) -> None:
-    """The laws are finite, nothing banned is drawn, and an honest request beside this one keeps its own."""
+    """Assert that laws are finite, nothing banned is drawn, and another request in the batch keeps its law."""
     minus_inf = {token for token, value in (params.logit_bias or {}).items() if value == -math.inf}
     banned = minus_inf.union(params.banned_tokens)
     if params.min_tokens > 6:
@@ -101,12 +101,12 @@ def check_laws(params: SamplingParams) -> None:
         assert not law[0, :, sorted(banned)].any()
         assert ((drawn >= 0) & (drawn < NUM_IDS)).all()
         assert not banned & set(drawn[0].tolist())
-        for own, alone in zip((law, drawn), ALONE[rejection], strict=True):
-            assert torch.equal(own[1:], alone), "an honest row changed"
+        for batched, alone in zip((law, drawn), ALONE[rejection], strict=True):
+            assert torch.equal(batched[1:], alone), "an honest row changed"
 
 
 def is_refused(make: Callable[[], object], field: str) -> bool:
-    """Whether a value is refused; then it must be by the name of its field, and briefly."""
+    """Whether a value is refused; if so, asserts that the message is short and names the field."""
     try:
         make()
     except InvalidRequest as error:
@@ -158,13 +158,13 @@ EDGES = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(EDGES)
-def test_the_ends_of_all_ranges_together_give_finite_laws(params: SamplingParams) -> None:
+def test_values_at_the_ends_of_all_ranges_give_finite_laws(params: SamplingParams) -> None:
     with unchecked():
         check_laws(params)
 
 
-def test_the_law_of_infinite_logits_is_that_of_the_largest() -> None:
-    """Also where the temperature alone makes them infinite, of either sign; equals share it."""
+def test_infinite_logits_share_the_entire_probability() -> None:
+    """Also if only the temperature makes them infinite, of either sign; equal ones share the probability."""
     cases = [
         ([0.0, math.inf, 5.0], 1.0, [0, 1, 0]),
         ([0.0, math.inf, math.inf], 0.5, [0, 0.5, 0.5]),
@@ -182,21 +182,21 @@ def test_the_law_of_infinite_logits_is_that_of_the_largest() -> None:
         assert drawn[0, :3].tolist() == [5] * 3
 
 
-def test_a_wish_is_refused_by_name_or_gives_a_budget_that_can_be_drafted() -> None:
-    wishes: list[Speculation] = []
+def test_a_speculation_is_refused_by_name_or_gives_a_valid_budget() -> None:
+    speculations: list[Speculation] = []
     for name, value in itertools.product(("depth", "width", "nodes", "drafter", "tree"), ANY):
         numbers = {"depth": 4, "width": 2, name: value}
         with unchecked():
-            is_refused(lambda numbers=numbers: wishes.append(Speculation(**numbers)), f"speculation.{name}")
-    assert len(wishes) > 10
-    for wish, room in itertools.product(wishes, (-1, 0, 1, 3, 10**6)):
-        budget = Budget.of(wish, room)
-        assert budget == NO_DRAFT or 1 <= budget.depth <= min(room, wish.depth)
-        assert budget.depth <= budget.nodes <= min(512, sum(wish.width**i for i in range(1, budget.depth + 1)))
+            is_refused(lambda numbers=numbers: speculations.append(Speculation(**numbers)), f"speculation.{name}")
+    assert len(speculations) > 10
+    for speculation, room in itertools.product(speculations, (-1, 0, 1, 3, 10**6)):
+        budget = Budget.of(speculation, room)
+        assert budget == NO_DRAFT or 1 <= budget.depth <= min(room, speculation.depth)
+        assert budget.depth <= budget.nodes <= min(512, sum(speculation.width**i for i in range(1, budget.depth + 1)))
 
 
 @pytest.mark.parametrize(
-    ("wish", "room", "nodes"),
+    ("speculation", "room", "nodes"),
     [
         (Speculation(4, 2, 100_000), 9, 30),
         (Speculation(4, 2, 100_000), 2, 6),
@@ -206,8 +206,8 @@ def test_a_wish_is_refused_by_name_or_gives_a_budget_that_can_be_drafted() -> No
         (Speculation(4, 3, 2), 9, 2),
     ],
 )
-def test_trees_have_no_more_nodes_than_fit_depth_and_width(wish: Speculation, room: int, nodes: int) -> None:
-    assert Budget.of(wish, room).nodes == nodes
+def test_trees_have_no_more_nodes_than_fit_depth_and_width(speculation: Speculation, room: int, nodes: int) -> None:
+    assert Budget.of(speculation, room).nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_drafts_too_large_to_serve_are_refused(numbers: tuple[int, ...], field: 
     assert caught.value.field == f"speculation.{field}"
 
 
-def test_a_request_is_refused_by_name_or_made_into_sequences() -> None:
+def test_a_request_is_refused_by_name_or_gives_sequences() -> None:
     made = RequestChecker(None, vocab_size=VOCAB, max_length=CONTEXT, eos_ids=(EOS,), default=Speculation(4))
     calls = [
         *(("prompt", (value, SamplingParams())) for value in hostile("prompt")),

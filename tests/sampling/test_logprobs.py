@@ -1,4 +1,4 @@
-"""Reported log-probabilities against sorting by hand."""
+"""Reported log-probabilities compared with sorting."""
 
 import itertools
 from unittest.mock import patch
@@ -21,11 +21,11 @@ rows_of_logits = st.lists(st.lists(st.integers(-3, 3), min_size=7, max_size=7), 
 @given(rows_of_logits, st.integers(0, 7), st.data())
 @pytest.mark.parametrize("few", [0, 8])
 def test_ranks_and_alternatives(few: int, values: list[list[int]], top: int, data: st.DataObject) -> None:
-    """Small integers, so that ties abound: the lowest id comes first, in ranks and in alternatives alike."""
+    """Small integers give many ties: the lowest id comes first, in ranks and in alternatives."""
     logits = torch.tensor(values, dtype=torch.float32)
     chosen = [data.draw(st.integers(0, 6)) for _ in values]
     law = torch.log_softmax(logits, 1)
-    with patch.object(winners, "FEW", few):  # above so many all are sorted
+    with patch.object(winners, "FEW", few):  # with more alternatives all tokens are sorted
         found = token_logprobs(logits, chosen, top)
     for row, got in enumerate(found):
         order = sorted(range(7), key=lambda token, row=row: (-values[row][token], token))
@@ -50,7 +50,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", [1, 15, 16, 100, 4099])
 def test_kernels_rank_as_torch_does(shape: str, vocab: int) -> None:
-    """For logits of every kind; where a row has NaN, or only few possible tokens, torch ranks."""
+    """For logits of every kind; rows with NaN or with few possible tokens are ranked by torch."""
     require_compiler()
     kernels = find_sampling_kernels()
     assert kernels is not None

@@ -1,4 +1,4 @@
-"""Noise, bit for bit: against a plain-integer reference, across batch shapes, and at the ends of its range."""
+"""Noise, bit for bit: compared with a plain-integer reference, across batch shapes, and at the ends of its range."""
 
 from fractions import Fraction
 
@@ -71,7 +71,7 @@ def test_extreme_bits_give_finite_noise() -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 50, 4096, 32_737, 70_001])
-def test_noise_of_a_row_does_not_depend_on_its_company(vocab: int) -> None:
+def test_noise_of_a_row_does_not_depend_on_other_rows(vocab: int) -> None:
     keys = absorb(torch.full((9,), 11), torch.arange(9))
     together = gumbel(keys, vocab)
     assert together.shape == (9, vocab)
@@ -94,7 +94,7 @@ def test_noise_does_not_depend_on_vocabulary_or_threads() -> None:
         torch.set_num_threads(threads)
 
 
-def test_keys_tell_every_word_apart() -> None:
+def test_keys_differ_if_any_word_differs() -> None:
     keys = {
         mix((seed, sample, purpose, root, position))
         for seed in (0, 1, 2**63)

@@ -1,6 +1,6 @@
-"""The compiled parts of a round give what the tensor code gives that defines them, to the bit, or say they cannot.
+"""The compiled parts of a round give the bits of the tensor code that defines them, or leave the work to it.
 
-They draw by every law that torch defines or leave the draw to torch, which they seldom do.
+They draw from every law, and leave a draw to torch only rarely.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ NUM_TEXTS = 3
 
 @pytest.fixture(scope="module", params=LEVELS)
 def kernels(request: pytest.FixtureRequest) -> SamplingKernels:
-    """The library as compiled for a processor that can do less than this one, perhaps."""
+    """The library compiled for one of the instruction sets."""
     return SamplingKernels(compiled_for(request.param))
 
 
 class Unsure(SamplingKernels):
-    """Kernels that are certain of little, so that torch decides many draws."""
+    """Kernels with a large margin, so that torch decides many draws."""
 
     slack = 2.0**-4
 
 
 def states(draws: Draws, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> PathState:
-    """Nodes behind these guesses, as torch sees them."""
+    """The nodes after these paths, as torch's code takes them."""
     longest = max(map(len, paths))
     padded = [[*path, *[-1] * (longest - len(path))] for path in paths]
     drawn = torch.tensor(padded, dtype=torch.long).view(len(paths), longest)
@@ -57,12 +57,12 @@ def states(draws: Draws, rows: Sequence[int], paths: Sequence[Sequence[int]]) ->
 
 
 def row_of(seed: int, temperature: float = 1.0) -> list[RowSampling]:
-    """One row whose temperature is all that there is."""
+    """One row with a temperature and no other parameter."""
     return [RowSampling(0, SamplingParams(temperature=temperature), seed, 0, [0, 1, 2], 1)]
 
 
-def guessed(draws: Draws, logits: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> list[int]:
-    """The one token that a drafter of chains is offered at each of these nodes."""
+def drafted(draws: Draws, logits: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> list[int]:
+    """The token that a drafter of chains gets at each of these nodes."""
     return [token for (token,) in draws.offer(logits, rows, paths, 1, survival=False).tokens]
 
 
@@ -92,7 +92,7 @@ class Limit:
 
 @st.composite
 def trees(draw: st.DrawFn, *, wild: bool = False) -> DraftTree:
-    """Trees with padding anywhere; wild ones break any of the rules, tamely enough to be right now and then."""
+    """Trees with padding anywhere; `wild` ones may break any of the rules, seldom enough to be valid sometimes."""
     batch, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 8))
     tokens, parents, depths = [], [], []
     for _ in range(batch):
@@ -120,23 +120,23 @@ def trees(draw: st.DrawFn, *, wild: bool = False) -> DraftTree:
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from([1, 16, 17, 50, 1024, 4096, 17_001]), st.integers(0, 2**40))
 def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: str, vocab: int, seed: int) -> None:
-    """Guesses, and several of them, for random rows behind random paths, and logits of every kind."""
+    """One and several children, for random rows after random paths, and logits of every kind."""
     rng, used = random.Random(seed), kernels if sure else Unsure(kernels.lib)
     rows, num_ids = rows_of(rng, vocab, NUM_TEXTS, processors=True), max(1, vocab - rng.randrange(3))
-    own, other = (Draws(rows, vocab, num_ids=num_ids, kernels=k) for k in (used, None))
+    compiled, other = (Draws(rows, vocab, num_ids=num_ids, kernels=k) for k in (used, None))
     at = [rng.randrange(NUM_TEXTS) for _ in range(6)]
     paths = [[rng.randrange(min(vocab, FEW)) for _ in range(rng.randrange(4))] for _ in at]
     logits, nodes = logits_of(shape, 6, vocab, seed % 1000), states(other, at, paths)
     expected = other.children(logits, nodes, 1, survival=False).tokens[:, 0].tolist()
-    assert own.row_laws is not None
-    masks = masks_of(rows, list(zip(at, paths, strict=True)), vocab) if own.row_laws.constrained else None
-    found = used.choose(logits, at, paths, own.row_laws, masks)
+    assert compiled.row_laws is not None
+    masks = masks_of(rows, list(zip(at, paths, strict=True)), vocab) if compiled.row_laws.constrained else None
+    found = used.choose(logits, at, paths, compiled.row_laws, masks)
     assert all(token in (-1, drawn) for token, drawn in zip(found, expected, strict=True))
-    assert guessed(own, logits, at, paths) == expected
+    assert drafted(compiled, logits, at, paths) == expected
     drawn = other.draw(logits, nodes).tolist()
     assert all(token in (-1, drawn) for token, drawn in zip(found, drawn, strict=True))
     width = rng.randint(1, 5)
-    children, offered = other.children(logits, nodes, width), own.offer(logits, at, paths, width)
+    children, offered = other.children(logits, nodes, width), compiled.offer(logits, at, paths, width)
     assert [list(tokens) for tokens in offered.tokens] == children.tokens.tolist()
     assert children.survival is not None
     rejecting, plain = (Draws(rows, vocab, num_ids=num_ids, kernels=k, rejection=True) for k in (used, None))
@@ -144,7 +144,7 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
     assert [list(tokens) for tokens in drawn_from.tokens] == alone.tokens.tolist()
     assert drawn_from.law is not None
     assert torch.equal(drawn_from.law.nan_to_num(), alone.law.nan_to_num())
-    # What may be outside of a nucleus counts as inside: with little certainty that is much.
+    # Tokens that may be outside of a nucleus count as inside, which are many with a large margin.
     torch.testing.assert_close(
         torch.tensor(offered.survival), children.survival, rtol=2e-2 if sure else 1.0, atol=1e-2 if sure else 1.0
     )
@@ -155,7 +155,7 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(0, 2**40))
 def test_verdicts_are_those_of_torch(kernels: SamplingKernels, sure: bool, tree: DraftTree, seed: int) -> None:
-    """Of random trees over so few ids that guesses are often right, each node with the counts of its own path."""
+    """For random trees over so few ids that draft tokens are often accepted, with the counts of each node's path."""
     rng, used = random.Random(seed), kernels if sure else Unsure(kernels.lib)
     rows = rows_of(rng, 6, len(tree.tokens), processors=True)
     logits = 3 * torch.randn(int(tree.valid.sum()), 6, generator=torch.Generator().manual_seed(seed % 1000))
@@ -166,10 +166,12 @@ def test_verdicts_are_those_of_torch(kernels: SamplingKernels, sure: bool, tree:
 @pytest.mark.short("*-False-6", "*-True-17000")
 @pytest.mark.parametrize("vocab", [6, 40, 17_000])
 @pytest.mark.parametrize("quantised", [False, True])
-def test_the_edge_of_a_nucleus_is_torchs(kernels: SamplingKernels, vocab: int, quantised: bool) -> None:
-    """`top_p` where torch's own sums change rank, and beside it: what is decided here is right, and not all is left.
+def test_at_the_edge_of_a_nucleus_decisions_are_those_of_torch(
+    kernels: SamplingKernels, vocab: int, quantised: bool
+) -> None:
+    """With `top_p` at or next to torch's cumulated sums, the kernels' decisions are right, and they decide most draws.
 
-    Kernels without a margin are wrong there.
+    Kernels without a margin decide some of them wrongly.
     """
 
     class Rash(SamplingKernels):
@@ -199,27 +201,27 @@ def test_the_edge_of_a_nucleus_is_torchs(kernels: SamplingKernels, vocab: int, q
                 decided += 40 - list(found).count(-1)
             wrong += differ
     assert decided > num_seeds * 40 // 2
-    assert wrong > 0 or vocab > 6  # the margin for sums of many terms is not the slack's
+    assert wrong > 0 or vocab > 6  # sums of many terms have a margin besides the slack
 
 
 @pytest.mark.short("*-steep-3", "*-tied-3", "*-NaN-64", "*-nothing-1")
 @pytest.mark.parametrize("num_threads", [1, 3, 64])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_threads_share_rows_and_ids_of_a_large_vocabulary(
+def test_draws_of_a_large_vocabulary_split_over_threads_are_those_of_torch(
     kernels: SamplingKernels, shape: str, num_threads: int
 ) -> None:
-    """Rows together and alone, and verdicts whose first guess is right: as torch draws, whoever looked at which ids."""
+    """Rows in a batch and alone, and verdicts with an accepted token, equal torch's for any number of threads."""
     vocab, every = 2**17 + 37, (*ORDINARY[:4], ORDINARY[-1] | {"logit_bias": {2**17: 1.0}})
     texts = [list(range(i, 3000 + i, 7)) for i in range(len(every))]
     rows = [RowSampling(i, SamplingParams(**p), 7, 0, texts[i], 9, (2,)) for i, p in enumerate(every)]
     logits = logits_of(shape, len(rows), vocab, 5)
     with threads(num_threads):
-        own, other = (Draws(rows, vocab, kernels=k) for k in (kernels, None))
+        compiled, other = (Draws(rows, vocab, kernels=k) for k in (kernels, None))
         expected = other.children(logits, other.roots(), 1, survival=False).tokens[:, 0].tolist()
-        assert guessed(own, logits, range(len(rows)), [[]] * len(rows)) == expected
+        assert drafted(compiled, logits, range(len(rows)), [[]] * len(rows)) == expected
         for i, row in enumerate(rows):
             one, other = (Draws([row], vocab, kernels=k) for k in (kernels, None))
-            assert guessed(one, logits[i : i + 1], [0], [[]]) == expected[i : i + 1]
+            assert drafted(one, logits[i : i + 1], [0], [[]]) == expected[i : i + 1]
             tree = DraftTree.of_texts([[row.tokens[-1], max(expected[i], 0), 7, 8]])
             found, right = (verify(tree, logits[:4], draws, "coupled").packed for draws in (one, other))
             assert torch.equal(found, right)
@@ -228,12 +230,12 @@ def test_threads_share_rows_and_ids_of_a_large_vocabulary(
 @pytest.mark.short("*-params0-4099", "*-params3-4099", "*-params5-4099")
 @pytest.mark.parametrize("vocab", [4099, pytest.param(151_936, marks=pytest.mark.full)])
 @pytest.mark.parametrize("params", ORDINARY)
-def test_they_nearly_always_decide(kernels: SamplingKernels, params: dict[str, Any], vocab: int) -> None:
-    """Else nothing would be won: of laws such as a language model's, and the very tokens."""
+def test_kernels_decide_nearly_all_draws(kernels: SamplingKernels, params: dict[str, Any], vocab: int) -> None:
+    """Otherwise they would save no time: for laws like a language model's they decide nearly all draws, and rightly."""
     undecided, left, num_blocks = 0, 0, 20 if vocab < 10_000 else 4
     for block in range(num_blocks):
         rows = [RowSampling(0, SamplingParams(**params), block, 0, list(range(300)), 9)]
-        own, other = (Draws(rows, vocab, kernels=k) for k in (kernels, None))
+        compiled, other = (Draws(rows, vocab, kernels=k) for k in (kernels, None))
         logits, paths = logits_of("steep", 50, vocab, block), [[i] * (i % 4) for i in range(50)]
         with unchecked():
             expected = other.children(logits, states(other, [0] * 50, paths), 1, survival=False).tokens[:, 0].tolist()
@@ -250,7 +252,7 @@ def test_they_nearly_always_decide(kernels: SamplingKernels, params: dict[str, A
 def test_scores_too_close_to_call_are_left_to_torch(
     kernels: SamplingKernels, seed: int, steps: int, rank: int, vocab: int
 ) -> None:
-    """Neighbours some units in the last place apart: the best two, or a child and the next, or one that is none."""
+    """Two scores a few units in the last place apart: the best two, a child and the next, or two others."""
     draws, width, paths = Draws(row_of(seed), vocab, kernels=kernels), 4, [[0] * 6]
     noise = gumbel(absorb(draws.row_keys(Purpose.COUPLED), torch.tensor([9])), vocab)
     order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed % 1000))
@@ -262,7 +264,7 @@ def test_scores_too_close_to_call_are_left_to_torch(
     for _ in range(steps):
         logits[0, second] = torch.nextafter(logits[0, second], torch.tensor(math.inf))
     assert list(kernels.choose(logits, [0], paths, laws_of(draws))) == [-1] or rank > 0
-    assert guessed(draws, logits, [0], paths) == (logits + noise).argmax(1).tolist()
+    assert drafted(draws, logits, [0], paths) == (logits + noise).argmax(1).tolist()
     assert kernels.offer(logits, [0], paths, laws_of(draws), width).undecided == [0]
     both, plain = torch.cat([logits, logits.roll(1, 1)]), Draws(draws.rows, vocab)
     found = draws.offer(both, [0, 0], paths * 2, width)
@@ -270,12 +272,12 @@ def test_scores_too_close_to_call_are_left_to_torch(
     assert [list(tokens) for tokens in found.tokens] == expected.tokens.tolist()
 
 
-def test_draws_behind_a_rejection_are_not_made(kernels: SamplingKernels) -> None:
-    """Where only torch could say what follows a guess, nobody asks unless the guess is right."""
+def test_no_draw_is_made_after_a_rejection(kernels: SamplingKernels) -> None:
+    """If only torch could draw at a node, it is not called unless the draft token is accepted."""
     draws = Draws(row_of(0, 0.0), 16, kernels=kernels)
     laws, logits = laws_of(draws), torch.full((3, 16), math.nan)
     logits[0] = torch.arange(16) == 3
-    right, wrong = (DraftTree.of_texts([[2, guess, 5]]) for guess in (3, 4))
+    right, wrong = (DraftTree.of_texts([[2, token, 5]]) for token in (3, 4))
     drawn = array("q", [UNKNOWN] * 3)
     verdict = kernels.judge(wrong.tokens, wrong.parents, logits, laws, 2, drawn)
     assert verdict is not None
@@ -283,14 +285,14 @@ def test_draws_behind_a_rejection_are_not_made(kernels: SamplingKernels) -> None
     assert list(drawn) == [3, UNKNOWN, UNKNOWN]
     assert kernels.judge(right.tokens, right.parents, logits, laws, 2, drawn) is None
     assert list(drawn) == [3, UNDECIDED, UNKNOWN]
-    drawn[1] = 7  # which somebody else has drawn
+    drawn[1] = 7  # drawn elsewhere
     verdict = kernels.judge(right.tokens, right.parents, logits, laws, 2, drawn)
     assert verdict is not None
     assert verdict.tolist() == [[1, 7, 0, 1, -1]]
 
 
-def test_other_number_formats_and_noise_are_torchs(kernels: SamplingKernels) -> None:
-    """What is drawn in float64, and a drafter's own noise; logits in half precision are drawn from as float32."""
+def test_float64_and_draft_noise_are_left_to_torch(kernels: SamplingKernels) -> None:
+    """Torch draws in float64 and with a drafter's noise; for half-precision logits the kernels draw in float32."""
     logits, asked = torch.randn(1, 50), []
 
     class Asked(SamplingKernels):
@@ -299,18 +301,18 @@ def test_other_number_formats_and_noise_are_torchs(kernels: SamplingKernels) -> 
             return super().choose(*arguments)
 
     spy = Asked(kernels.lib)
-    guessed(Draws(row_of(0), 50, kernels=spy), logits.double(), [0], [[1]])
-    guessed(Draws(row_of(0), 50, kernels=spy, rejection=True), logits, [0], [[1]])
+    drafted(Draws(row_of(0), 50, kernels=spy), logits.double(), [0], [[1]])
+    drafted(Draws(row_of(0), 50, kernels=spy, rejection=True), logits, [0], [[1]])
     assert not asked
-    found = guessed(Draws(row_of(0), 50, kernels=spy), logits.bfloat16(), [0], [[1]])
+    found = drafted(Draws(row_of(0), 50, kernels=spy), logits.bfloat16(), [0], [[1]])
     assert len(asked) == 1
-    assert found == guessed(Draws(row_of(0), 50), logits.bfloat16(), [0], [[1]])
+    assert found == drafted(Draws(row_of(0), 50), logits.bfloat16(), [0], [[1]])
 
 
-def test_a_processor_is_asked_by_torch_and_its_batch_mates_are_not(
+def test_torch_draws_only_for_requests_with_logits_processors(
     kernels: SamplingKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch sees the nodes of the one request with a processor, and of a verdict only those on its accepted path."""
+    """Torch computes the nodes of the request with a processor only, and in a verdict those of its accepted path."""
     seen: list[int] = []
     edit = "forerun.sampling.transforms.Transforms.edit"
     real = Draws(rows_of(random.Random(0), 50, 1), 50).transforms.__class__.edit
@@ -324,7 +326,7 @@ def test_a_processor_is_asked_by_torch_and_its_batch_mates_are_not(
     rows = [RowSampling(i, SamplingParams(**p), 3, 0, [1, 4, 6], 1) for i, p in enumerate(mates)]
     logits = 3 * torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
     draws = Draws(rows, 50, kernels=kernels)
-    guessed(draws, logits[:4], [0, 1, 2, 1], [[], [], [3], [5]])
+    drafted(draws, logits[:4], [0, 1, 2, 1], [[], [], [3], [5]])
     assert seen == [1, 1]
     seen.clear()
     draws.offer(logits[:4], [0, 1, 2, 1], [[], [], [3], [5]], 3)
@@ -343,10 +345,10 @@ def test_a_processor_is_asked_by_torch_and_its_batch_mates_are_not(
     st.booleans(),
     st.sampled_from([0, 0, 0, 1]),
 )
-def test_a_draft_is_clean_where_nothing_would_be_done(
+def test_kernels_sanitize_as_torch_does_and_recognise_clean_drafts(
     kernels: SamplingKernels, tree: DraftTree, bounds: list[tuple[int, int, int]], loose: bool, wrong: int
 ) -> None:
-    """With kernels and without the same tree comes out, and clean ones are recognised."""
+    """The result is the same with kernels and without, and clean trees are recognised."""
     limits = [Limit(9, 9, 9) if loose else Limit(*bound) for bound in bounds][: len(tree.tokens)]
     roots = tree.tokens[:, 0] + wrong
     with_kernels, without = (sanitize(tree, roots, limits, 6, k) for k in (kernels, None))

@@ -1,4 +1,4 @@
-"""SamplingParams: every field's range, what contradicts what, and messages that name field, value and fix."""
+"""SamplingParams: every field's range, contradictions, and messages that name field, value and fix."""
 
 import math
 import pickle
@@ -64,11 +64,11 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("name", "value"), ACCEPTED)
-def test_the_ends_of_ranges_are_accepted(name: str, value: object) -> None:
+def test_values_at_the_ends_of_ranges_are_accepted(name: str, value: object) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
-def test_values_are_shown_as_python_writes_them_and_cut_short() -> None:
+def test_values_in_messages_are_written_as_in_python_and_cut() -> None:
     for name, value, shown in (
         ("temperature", "0", "temperature: '0' cannot be served; use 0"),
         ("stop", "a" * 10**6, "stop: 'aaaaa"),
@@ -95,7 +95,7 @@ def test_sequences_are_kept_as_tuples() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
-def test_the_callers_bias_is_copied() -> None:
+def test_logit_bias_is_copied() -> None:
     bias = {1: 2}
     params = SamplingParams(logit_bias=bias)
     bias[1] = NAN
@@ -103,7 +103,7 @@ def test_the_callers_bias_is_copied() -> None:
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_contradicting_limits() -> None:
+def test_contradicting_limits_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="max_tokens, 3"):
         SamplingParams(min_tokens=4, max_tokens=3)
     assert SamplingParams(min_tokens=3, max_tokens=3).min_tokens == 3
@@ -115,7 +115,7 @@ def test_tiny_temperatures_are_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy is greedy
 
 
-def test_seeds_are_64_bits() -> None:
+def test_seeds_have_64_bits() -> None:
     assert SamplingParams(seed=-1).resolve_seed() == 2**64 - 1
     assert SamplingParams(seed=7).resolve_seed() == 7
     fresh = {SamplingParams().resolve_seed() for _ in range(4)}
@@ -136,13 +136,13 @@ def test_seeds_are_64_bits() -> None:
         (SamplingParams(banned_tokens=range(6), stop_token_ids=[6], min_tokens=1), "min_tokens"),
     ],
 )
-def test_what_does_not_fit_the_vocabulary(params: SamplingParams, field: str) -> None:
+def test_ids_beyond_the_vocabulary_are_refused(params: SamplingParams, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         params.check_vocabulary(8, eos_ids=(7,))
     assert caught.value.field == field
 
 
-def test_numbers_of_numpy_become_plain_ones_assigned_or_given() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     fields = {"stop": "end", "temperature": np.float32(0.5), "top_p": Fraction(1, 2), "logit_bias": {np.int64(3): 1}}
     fields["banned_tokens"] = [*np.arange(2), np.uint8(7)]
     params = SamplingParams()
@@ -159,7 +159,7 @@ def test_numbers_of_numpy_become_plain_ones_assigned_or_given() -> None:
     ("wrong", "right"),
     [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("num_return_sequences", "n"), ("topk", "top_k")],
 )
-def test_a_name_that_does_not_exist_is_told_the_right_one(wrong: str, right: str) -> None:
+def test_the_message_for_an_unknown_name_suggests_the_right_one(wrong: str, right: str) -> None:
     with pytest.raises(UnknownKeyword, match=rf"SamplingParams\(\) has no keyword '{wrong}': did you mean '{right}'\?"):
         SamplingParams(**{wrong: 1})
     with pytest.raises(UnknownKeyword, match=f"did you mean '{right}'"):

@@ -1,4 +1,4 @@
-"""Transforms against a slow oracle in plain Python, one row at a time; ties, order, paths, processors."""
+"""Transforms compared with a slow oracle in plain Python, one row at a time; ties, order, paths, processors."""
 
 import math
 from collections.abc import Callable
@@ -58,7 +58,7 @@ params_of = st.builds(
 
 @st.composite
 def sequences(draw: st.DrawFn) -> dict[str, Any]:
-    """What to build a RowSampling from."""
+    """The arguments of a RowSampling."""
     text = draw(st.lists(tokens, min_size=1, max_size=10))
     words = draw(st.lists(st.lists(st.sampled_from([*text, 4]), min_size=2, max_size=4), max_size=4))
     return {
@@ -77,14 +77,14 @@ def random_logits(rows: int, seed: int, dtype: torch.dtype = torch.float64, voca
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 3
 
 
-def chains(rows: list[RowSampling], guesses: list[list[int]]) -> DraftTree:
-    return DraftTree.chains(torch.tensor([row.tokens[-1] for row in rows]), torch.tensor(guesses))
+def chains(rows: list[RowSampling], paths: list[list[int]]) -> DraftTree:
+    return DraftTree.chains(torch.tensor([row.tokens[-1] for row in rows]), torch.tensor(paths))
 
 
 @pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(st.lists(sequences(), min_size=1, max_size=4), st.integers(0, 2**31), st.sampled_from([VOCAB, VOCAB - 2]))
-def test_mixed_batches_against_the_oracle(specs: list[dict[str, Any]], seed: int, num_ids: int) -> None:
+def test_mixed_batches_have_the_laws_of_the_oracle(specs: list[dict[str, Any]], seed: int, num_ids: int) -> None:
     rows = [RowSampling(**spec) for spec in specs]
     draws = Draws(rows, VOCAB, num_ids=num_ids)
     logits = random_logits(len(rows), seed)
@@ -98,14 +98,14 @@ def test_mixed_batches_against_the_oracle(specs: list[dict[str, Any]], seed: int
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(sequences(), min_size=1, max_size=3), st.integers(0, 2**31), st.data())
-def test_nodes_have_the_law_of_their_path_committed(
+def test_nodes_have_the_law_of_their_path_as_committed_text(
     specs: list[dict[str, Any]], seed: int, data: st.DataObject
 ) -> None:
     """Penalties, bad words, minimum length and processors advance along each node's own path; siblings do not mix."""
     rows = [RowSampling(**spec) for spec in specs]
-    guesses = [data.draw(st.lists(tokens | st.sampled_from(row.tokens), min_size=3, max_size=3)) for row in rows]
-    tree = chains(rows, guesses)
-    fork = torch.tensor([[(g[0] + 1) % VOCAB] for g in guesses])  # a second child of the root
+    paths = [data.draw(st.lists(tokens | st.sampled_from(row.tokens), min_size=3, max_size=3)) for row in rows]
+    tree = chains(rows, paths)
+    fork = torch.tensor([[(g[0] + 1) % VOCAB] for g in paths])  # a second child of the root
     tree = DraftTree(torch.cat([tree.tokens, fork], 1), torch.cat([tree.parents, torch.zeros_like(fork)], 1), 3, 2)
     draws = Draws(rows, VOCAB)
     at = draws.nodes(tree)
@@ -134,16 +134,16 @@ def test_ties_are_kept_together_by_filters_and_split_by_greedy() -> None:
     assert law_of(tied, temperature=0.0) == [0, 1, 0, 0, 0]
 
 
-def test_filters_off_beside_filters_on_change_nothing() -> None:
-    """A row without filters must not lose its tail because a batch-mate has them (masses add up to above 1)."""
+def test_filters_of_one_row_do_not_change_rows_without_filters() -> None:
+    """A row without filters keeps all its tokens although another row has filters (cumulated sums exceed 1)."""
     logits = random_logits(2, 3, torch.float32, 5000)
     plain, filtered = SamplingParams(), SamplingParams(top_k=10, top_p=0.5, min_p=0.1)
     draws = Draws([RowSampling(i, p, 0, 0, [1], 1) for i, p in enumerate((plain, filtered))], 5000)
     assert draws.probs(logits, draws.roots())[0].gt(0).all()
 
 
-def test_a_nucleus_has_the_same_bits_however_it_was_found() -> None:
-    """A flat row makes the whole batch sort all tokens; a peaked one alone needs only the largest."""
+def test_a_nucleus_has_the_same_bits_with_full_and_partial_sorting() -> None:
+    """With a flat row the entire batch sorts all tokens; a peaked row alone needs only the largest."""
     logits = random_logits(3, 4, torch.float32, 20_001) * torch.tensor([[0.01], [1.0], [4.0]])
     rows = [RowSampling(i, SamplingParams(top_p=p), 0, 0, [1], 1) for i, p in enumerate((0.95, 0.95, 0.5))]
     draws = Draws(rows, 20_001)
@@ -165,7 +165,7 @@ def processed(processor: object, eos_ids: tuple[int, ...] = ()) -> Tensor:
 
 
 def failure_of(processor: Callable[..., object]) -> BaseException | None:
-    """What lies behind the failure of a request with this processor."""
+    """The cause of the failure of a request with this processor."""
     with pytest.raises(RequestFailed) as caught:
         processed(processor)
     assert caught.value.seq_id == 0
@@ -183,7 +183,7 @@ def test_processors_that_give_no_logits_are_refused(result: object) -> None:
     assert error.field == "logits_processors"
 
 
-def test_a_dead_end_ends_the_text() -> None:
+def test_a_processor_that_excludes_all_tokens_ends_the_text() -> None:
     nothing = torch.full((4,), -math.inf)
     assert processed(lambda _, logits: nothing, eos_ids=(3,)).tolist() == [0, 0, 0, 1]
     error = failure_of(lambda _, logits: nothing)
@@ -191,13 +191,13 @@ def test_a_dead_end_ends_the_text() -> None:
     assert "exclude every token after 2" in str(error)
 
 
-def test_what_a_processor_raises_names_its_sequence() -> None:
+def test_an_error_in_a_processor_names_its_sequence() -> None:
     error = failure_of(lambda text, _: text[99])
     assert isinstance(error, IndexError)
 
 
 def test_processors_cannot_change_the_round() -> None:
-    """Writing into the logits or the text they are given touches neither the caller's logits nor the sequence."""
+    """Writing into the received logits or text changes neither the caller's logits nor the sequence."""
 
     def rude(text: list[int], logits: Tensor) -> Tensor:
         text.append(99)

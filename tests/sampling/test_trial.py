@@ -1,4 +1,4 @@
-"""Trials: no grammar, however deep or slow, ends this process or holds it for long, and honest ones pass."""
+"""Trials: no grammar, however deep or slow, crashes or blocks this process, and ordinary ones pass."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from forerun.sampling.trial import LIMIT_S, TOO_MUCH, UNTRIED_CHARACTERS, proble
 from kit.checkpoints import TARGET
 from sampling.test_grammar import requests
 
-CHAINS: dict[str, Callable[[int], Grammar]] = {  # grammars that are as deep, or as much work, as they are long
+CHAINS: dict[str, Callable[[int], Grammar]] = {  # grammars whose depth, or work, grows with their length
     "rules": lambda n: Grammar.lark("start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(n)) + f'r{n}: "a"'),
     "a circle of rules": lambda n: Grammar.lark(
         "start: r0\n" + "".join(f'r{i}: "x" r{(i + 1) % n}\n' for i in range(n))
@@ -43,15 +43,15 @@ CHAINS: dict[str, Callable[[int], Grammar]] = {  # grammars that are as deep, or
 
 
 def of_definitions(n: int, link: Callable[[str], object]) -> Grammar:
-    """A chain of definitions, each of which leads to the next."""
+    """A chain of definitions, each of which refers to the next."""
     links = {str(i): link(f"#/$defs/{i + 1}") for i in range(n)}
     return Grammar.json({"$ref": "#/$defs/0", "$defs": {**links, str(n): {"type": "string"}}})
 
 
 def longest(kind: str, most: int) -> Grammar:
-    """A grammar of a kind that has at most so many characters, and at least five sixths of them.
+    """A grammar of a kind with at most `most` characters, and at least five sixths of that.
 
-    Links grow with the digits of their numbers, so the last steps are short.
+    Links become longer with the digits of their numbers, so the last steps are short.
     """
     links, grammar = 10, CHAINS[kind](10)
     for goal in (0.8, 0.96):
@@ -66,8 +66,8 @@ def longest(kind: str, most: int) -> Grammar:
 @pytest.mark.parametrize(
     "most", [UNTRIED_CHARACTERS, pytest.param(40_000, marks=pytest.mark.full), MOST_GRAMMAR_CHARACTERS]
 )
-def test_a_grammar_of_any_depth_is_compiled_or_refused_soon(kind: str, most: int) -> None:
-    """In a thread, as in a server. A stack that overflows would end this process, and all tests with it."""
+def test_a_grammar_of_any_depth_is_compiled_or_refused_quickly(kind: str, most: int) -> None:
+    """In a thread, as in a server. A stack overflow would end this process, and all tests with it."""
     grammar, outcome = longest(kind, most), list[str]()
 
     def attempt() -> None:
@@ -84,19 +84,19 @@ def test_a_grammar_of_any_depth_is_compiled_or_refused_soon(kind: str, most: int
 
 
 @pytest.mark.parametrize("kind", CHAINS)
-def test_what_is_compiled_without_a_trial_needs_less_than_half_of_the_stack(kind: str) -> None:
-    """As a trial shows, whose stack is half as large."""
+def test_grammars_compiled_without_a_trial_need_less_than_half_of_the_stack(kind: str) -> None:
+    """Shown by a trial with a stack of half the size."""
     matchers = Matchers(requests().spelled_tokens)
     source = json.dumps({"grammars": matchers._sources(longest(kind, UNTRIED_CHARACTERS), "start")})
     assert problem_of_trial(source, 512, {1: "<s>"}) != TOO_MUCH
 
 
-def test_what_is_too_deep_is_refused_with_the_reason() -> None:
+def test_a_grammar_that_is_too_deep_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidGrammar, match=TOO_MUCH):
         Matchers(requests().spelled_tokens).matcher(CHAINS["rules"](10_000))
 
 
-def test_long_honest_grammars_pass_and_mean_what_short_ones_mean() -> None:
+def test_long_ordinary_grammars_pass_and_work_like_short_ones() -> None:
     schema = {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(900)}}
     assert len(json.dumps(schema)) > 5 * UNTRIED_CHARACTERS
     padding = "// " + "a" * UNTRIED_CHARACTERS + "\n"
@@ -111,8 +111,8 @@ def test_long_honest_grammars_pass_and_mean_what_short_ones_mean() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(a{9}){9}", "a*b"])
-def test_a_grammar_whose_masks_take_long_is_not_kept(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What llguidance has computed for it may take 100 MB. It can still be asked for, and so can others."""
+def test_a_grammar_whose_masks_take_long_is_not_cached(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cached masks in llguidance may take 100 MB. It can still be used, and so can others."""
     matchers, grammar = Matchers(requests().spelled_tokens), Grammar.regex(pattern)
     monkeypatch.setattr(module, "HEAVY_S", math.inf)
     light = matchers.matcher(Grammar.regex("a*"))
@@ -127,8 +127,8 @@ def test_a_grammar_whose_masks_take_long_is_not_kept(pattern: str, monkeypatch: 
     assert light is matchers.matcher(Grammar.regex("a*"))
 
 
-def test_memory_of_failed_requests_is_given_back() -> None:
-    """Though their errors, which hold the matchers, refer to themselves."""
+def test_memory_of_failed_requests_is_freed() -> None:
+    """Although their errors, which hold the matchers, are in reference cycles."""
     llm, left = LLM(str(TARGET), dtype="float32"), list[weakref.ref[Matcher]]()
     gc.disable()
     try:

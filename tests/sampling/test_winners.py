@@ -1,4 +1,4 @@
-"""Winners found by looking at few tokens, against all noise and an argmax: to the bit, for any logits."""
+"""Winners found by looking at few tokens equal the argmax over all noise, to the bit, for any logits."""
 
 import math
 
@@ -35,23 +35,23 @@ def test_winners_are_the_first_largest_of_all_scores(
 
 
 def test_equal_scores_go_to_the_lowest_id() -> None:
-    """So large a logit that noise is rounded away: every token of the row scores the same."""
+    """Logits are so large that noise is rounded away: every token of the row has the same score."""
     logits = torch.full((2, WIDE), 1e12)
     assert RoundNoise(WIDE, CPU).winners(logits, keys_of(1, 2)).tolist() == [[0], [0]]
 
 
-def test_what_was_made_for_other_keys_and_calls_does_not_show() -> None:
+def test_winners_do_not_depend_on_earlier_calls() -> None:
     noise, keys = RoundNoise(WIDE, CPU), keys_of(3, 6)
     logits = logits_of("steep", 6, WIDE, 0)
-    wanted = (logits + gumbel(keys, WIDE)).argmax(1, keepdim=True)
+    expected = (logits + gumbel(keys, WIDE)).argmax(1, keepdim=True)
     for some in ([0], [2, 1], [1, 1, 2], [5, 4, 3, 2, 1, 0]):
         assert torch.equal(noise.rows(keys[some]), gumbel(keys[some], WIDE))
-        assert torch.equal(noise.winners(logits[some], keys[some]), wanted[some])
+        assert torch.equal(noise.winners(logits[some], keys[some]), expected[some])
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.sampled_from([1, 33, 40_001, 151_936]))
 @settings(max_examples=30, deadline=None)
-def test_only_the_loud_are_louder_than_quiet(key: int, vocab: int) -> None:
+def test_tokens_outside_of_the_loud_list_have_noise_below_the_bound(key: int, vocab: int) -> None:
     keys = torch.tensor([key])
     bits, noise, loud = hash_bits(keys, vocab)[0], gumbel(keys, vocab)[0], loud_ids(key, vocab)
     assert torch.equal(loud, ((bits >= 0) & (bits < 2**23)).nonzero()[:, 0])
@@ -64,7 +64,7 @@ def test_only_the_loud_are_louder_than_quiet(key: int, vocab: int) -> None:
 @given(st.integers(0, 70_000), st.integers(0, 2**31))
 @settings(max_examples=40, deadline=None)
 def test_noise_of_single_tokens_has_the_bits_of_the_whole_row(count: int, seed: int) -> None:
-    """Whatever their number: vector code and scalar tails round logarithms differently."""
+    """For any number of tokens, although vector code and scalar tails round logarithms differently."""
     random = torch.Generator().manual_seed(seed)
     row = torch.randint(4, (count,), generator=random)
     ids = torch.randint(WIDE, (count,), generator=random)
@@ -87,8 +87,8 @@ MIXED: tuple[dict[str, object], ...] = (
 
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_draws_and_single_guesses_are_those_of_all_noise(shape: str, rejection: bool) -> None:
-    """Every kind of row in one batch, padding ids above the tokenizer's, the text's own tokens likely."""
+def test_draws_and_single_children_are_those_of_all_noise(shape: str, rejection: bool) -> None:
+    """Every kind of row in one batch, with padding ids beyond the tokenizer's, and likely tokens of the text."""
     rows = rows_of(*MIXED)
     draws = Draws(rows, WIDE, num_ids=WIDE - 5, rejection=rejection)
     logits = logits_of(shape, len(rows), WIDE, 1)
