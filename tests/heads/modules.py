@@ -1,7 +1,7 @@
-"""Checkpoints with MTP modules for tests: a target's folder copied, with modules under the names of each naming.
+"""Checkpoints with MTP modules for tests: copies of a target's folder, with modules under the names of each naming.
 
-Nothing is trained: a module's projection is fitted by least squares to the target's next state, and its layer adds a
-little of random weights, so that what is read wrongly, in another order or at another place, guesses otherwise.
+Nothing is trained: a module's projection is fitted by least squares to the target's next state, and its layer has small
+random weights, so that inputs read wrongly, in another order or at another position, give other draft tokens.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch import Tensor
 from heads.trained import states, texts
 from kit.checkpoints import rewritten
 
-NAMES: Mapping[str, Mapping[str, str]] = {  # written out from the published checkpoints; {} is a module's number
+NAMES: Mapping[str, Mapping[str, str]] = {  # as in the published checkpoints; {} is a module's number
     "deepseek": {
         "layer": "model.layers.{}.",
         "e": "model.layers.{}.enorm.weight",
@@ -42,16 +42,16 @@ NAMES: Mapping[str, Mapping[str, str]] = {  # written out from the published che
     },
 }
 COUNT = {"deepseek": "num_nextn_predict_layers", "mimo": "num_nextn_predict_layers", "qwen": "mtp_num_hidden_layers"}
-SPREAD = 0.3  # of what a module's layer adds
+SPREAD = 0.3  # of the output of a module's layer
 
 
 def scaled(x: Tensor) -> Tensor:
-    """Rows whose mean square is 1."""
+    """The rows scaled to a mean square of 1."""
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
 
 
 def fitted(source: Path) -> tuple[Tensor, Tensor]:
-    """What of a token's embedding and of the state before it tells the state after it: two square matrices."""
+    """Two square matrices that predict the next state from a token's embedding and the state before it."""
     weights = load_file(source / "model.safetensors")
     table, gain = weights["model.embed_tokens.weight"].float(), weights["model.norm.weight"].float()
     x, y = [], []
@@ -98,7 +98,7 @@ def shipped_with(source: Path, folder: Path, num_modules: int, naming: str, **ke
 
 
 def apart(source: Path, folder: Path, num_modules: int, naming: str, **keys: object) -> Path:
-    """A folder with the modules alone, for layers like the target's."""
+    """A folder with the modules only, for a target with such layers."""
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return rewritten(folder, module_tensors(source, num_modules, naming), {COUNT[naming]: num_modules} | keys)

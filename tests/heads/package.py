@@ -2,9 +2,9 @@
 
     python tests/heads/package.py [NAME]...
 
-writes the folders below tests/data/speculators anew: tiny checkpoints of random weights, saved by the package (0.9.0),
-each with `expected.safetensors`: states of a target, tokens, and what the package says of them. `load` and `said` are
-used by tests as well, where the package is installed.
+writes the folders in tests/data/speculators again: tiny checkpoints of random weights, saved by the package (0.9.0),
+each with `expected.safetensors`: states of a target, tokens, and the package's outputs for them. Tests use `load` and
+`outputs_of`, too, if the package is installed.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {  # the ty
     "dflash2": ("dflash2", {}, BLOCKS | SELECTOR | {"draft_vocab_size": VOCAB}),
     "mtp": ("mtp", {"num_hidden_layers": 5}, {}),
 }
-ANCHORS, DEPTHS = (2, 4), 4  # where drafts of P-EAGLE begin, and how many guesses they have
+ANCHORS, DEPTHS = (2, 4), 4  # where drafts of P-EAGLE begin, and the number of their tokens
 BLOCK_ANCHORS, STEPS = (3, 7), 2  # where blocks begin, and how often a module is read
-PLACES = 8 - STEPS - 1  # that have a token further on for every step of a module
-GUESSES = {"eagle3": 4, "peagle": 4, "mtp": STEPS}  # else a block
+PLACES = 8 - STEPS - 1  # positions that have a token further on for every step of a module
+NUM_DRAFTED = {"eagle3": 4, "peagle": 4, "mtp": STEPS}  # else a block
 SHAPES = {"eagle3": (8, len(TAPS), HIDDEN), "peagle": (8, len(TAPS), HIDDEN), "mtp": (8, HIDDEN)}  # of states
 OF_BLOCKS = (12, len(BLOCK_TAPS), HIDDEN)
 
 
-def said(model: Any, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """What a model of the package says of these tokens beside these states; `first` and `second` logits, or `logits`.
+def outputs_of(model: Any, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """The outputs of a model of the package for these tokens and states: `first` and `second` logits, or `logits`.
 
-    Of EAGLE-3 they are those behind each place and behind the next token after each; of P-EAGLE the second ones are
-    those of the guesses behind ANCHORS, [anchors, guesses, tokens]; of a module they are those of each step.
+    For EAGLE-3 they are those after each position and after the next token; for P-EAGLE the second ones are those of
+    the draft tokens after ANCHORS, [anchors, draft tokens, vocab]; for a module they are those of each step.
     """
     kind = model.config.speculators_model_type
     with torch.no_grad():
         if kind == "mtp":
             first, second = (each[0].float() for each in model(tokens[None], states[None])[0])
         elif kind == "peagle":
-            first, second = guesses_of(model, states, tokens)
+            first, second = parallel_logits(model, states, tokens)
         elif kind == "eagle3":
-            first, second = heard(model, states, tokens, ttt_steps=2)
+            first, second = logits_of_calls(model, states, tokens, ttt_steps=2)
         else:
             return blocks_of(model, states, tokens)
     return {"first": first, "second": second}
 
 
-def heard(model: Any, states: Tensor, tokens: Tensor, **options: Any) -> list[Tensor]:
-    """The logits of each call of the head in a pass of the package's own training."""
+def logits_of_calls(model: Any, states: Tensor, tokens: Tensor, **options: Any) -> list[Tensor]:
+    """The logits of each call of the head in a training pass of the package."""
     found: list[Tensor] = []
     handle = model.lm_head.register_forward_hook(lambda _module, _inputs, output: found.append(output[0].float()))
     model(states.flatten(1)[None], tokens[None], torch.zeros(1, len(tokens), dtype=torch.long), **options)
@@ -75,8 +75,8 @@ def heard(model: Any, states: Tensor, tokens: Tensor, **options: Any) -> list[Te
     return found
 
 
-def guesses_of(model: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of a P-EAGLE, whose pass over drafts that begin at random places is given ANCHORS."""
+def parallel_logits(model: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of a P-EAGLE, whose training pass gets ANCHORS in place of random positions."""
     from speculators.losses import resolve_loss_config
     from speculators.models.peagle import core
 
@@ -86,16 +86,16 @@ def guesses_of(model: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
     sampled, core.generate_cod_sample_indices = core.generate_cod_sample_indices, lambda **_: (anchors, depths)
     nothing, loss = torch.zeros(1, len(tokens), HIDDEN), resolve_loss_config("kl_div", "eager")
     options = {"num_depths": DEPTHS, "verifier_last_hidden_states": nothing, "loss_config": loss}
-    found = heard(model, states, tokens, **options)
+    found = logits_of_calls(model, states, tokens, **options)
     core.generate_cod_sample_indices = sampled
     first, rest = found[0][: len(tokens)], found[0][len(tokens) :].view(DEPTHS - 1, len(ANCHORS), -1).transpose(0, 1)
     return first, torch.cat([first[list(ANCHORS)][:, None], rest], dim=1)
 
 
 def blocks_of(model: Any, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """The logits in the blocks, behind the true tokens; [anchors, places, tokens].
+    """The logits in the blocks after the true tokens: [anchors, positions, vocab].
 
-    Of a dflash2 they are those of the candidates, and -inf elsewhere; of a dspark there is the `confidence` too.
+    For a dflash2 they are those of the candidates, and -inf elsewhere; for a dspark there is `confidence`, too.
     """
     anchors = len(BLOCK_ANCHORS)
     allowed = torch.zeros(1, len(tokens)).index_fill_(1, torch.tensor(BLOCK_ANCHORS), 1)
@@ -118,7 +118,7 @@ def blocks_of(model: Any, states: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def load(folder: Path) -> Any:
-    """A checkpoint as the package loads it, with attention that a CPU computes."""
+    """A checkpoint as the package loads it, with attention that runs on a CPU."""
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
@@ -134,7 +134,7 @@ def load(folder: Path) -> Any:
 
 
 def give_tables(model: Any, head: bool) -> None:
-    """Give a model the embedding of the target, which its folder need not hold, and its head."""
+    """Give a model the target's embedding, which its folder need not hold, and its head."""
     table = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
     with torch.no_grad():
         for own in (model.embed_tokens.weight, *((model.lm_head.weight,) if head else ())):
@@ -142,7 +142,7 @@ def give_tables(model: Any, head: bool) -> None:
 
 
 def make(name: str) -> Path:
-    """One of the checkpoints, with weights that are numbers of float16, in which they are stored."""
+    """Write one of the checkpoints; its weights are rounded to float16, the format in which they are stored."""
     from speculators import SpeculatorModel, SpeculatorModelConfig
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -150,14 +150,16 @@ def make(name: str) -> Path:
 
     kind, layers, options = CHECKPOINTS[name]
     family = LlamaConfig if name in ("llama", "peagle") else Qwen3Config
-    told = SpeculatorsConfig(
+    speculators_config = SpeculatorsConfig(
         algorithm=kind,
-        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=GUESSES.get(kind, BLOCK - 1))],
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=NUM_DRAFTED.get(kind, BLOCK - 1))],
         default_proposal_method="greedy",
         verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
     )
     layer = family(**{**LAYER, **layers}, attn_implementation="eager")
-    config = SpeculatorModelConfig.registry[kind](transformer_layer_config=layer, speculators_config=told, **options)
+    config = SpeculatorModelConfig.registry[kind](
+        transformer_layer_config=layer, speculators_config=speculators_config, **options
+    )
     model = SpeculatorModel.registry[kind](config).eval()
     dice = torch.Generator().manual_seed(5 if kind == "mtp" else len(name))
     with torch.no_grad():
@@ -177,7 +179,7 @@ def make(name: str) -> Path:
         model.load_vocab_mappings(mask, ids - torch.arange(DRAFT_VOCAB))
     states = torch.randn(SHAPES.get(kind, OF_BLOCKS), generator=dice)
     tokens = torch.randint(VOCAB, states.shape[:1], generator=dice)
-    found, folder = said(model, states, tokens), FOLDER / name
+    found, folder = outputs_of(model, states, tokens), FOLDER / name
     model.half().save_pretrained(folder)
     for path in folder.glob("*.py"):  # the package's own source, which it adds
         path.unlink()

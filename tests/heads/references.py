@@ -1,4 +1,4 @@
-"""The forms of heads that tests make, and what they compute: written out from the papers over whole texts."""
+"""The forms of heads that tests make, and reference implementations from the papers over entire texts."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.sampling.params import SamplingParams
-from heads.adapters import strange_adapter
+from heads.adapters import other_family_adapter
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
 from kit.checkpoints import EMBEDDING, TARGET, read_json
@@ -19,11 +19,11 @@ from kit.references import attention, rms_norm, rotated, with_mlp
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, DEPTH = 4, 2, 16, 2, 4
 OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-Guesses = Callable[[list[int], Tensor], list[int]]  # behind a text; the states are behind all of it but its last token
+Reference = Callable[[list[int], Tensor], list[int]]  # (text, states of all but its last token) -> draft tokens
 
 
 class EagleReference:
-    """EAGLE-3 over a whole text, as the paper and the options of `speculators` define it."""
+    """EAGLE-3 over an entire text, as the paper and the options of `speculators` define it."""
 
     def __init__(self, folder: Path) -> None:
         self.w, self.table = load_file(folder / "model.safetensors"), load_file(TARGET / "model.safetensors")[EMBEDDING]
@@ -31,7 +31,7 @@ class EagleReference:
         self.options = {name for name in OPTIONS if config.get(name)}
 
     def fused(self, taps: Tensor) -> Tensor:
-        """The target's states as one."""
+        """The target's states, joined into one vector per position."""
         if "fc_norm" in self.options:
             gains = torch.stack([self.w[f"fc_norm.{tap}.weight"] for tap in range(3)])
             taps = rms_norm(taps, gains)
@@ -40,21 +40,21 @@ class EagleReference:
         return joined @ self.w["fc.weight"].T
 
     def output(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """What later guesses read."""
-        own = rms_norm(states, self.w["midlayer.hidden_norm.weight"])
-        read = torch.cat([rms_norm(embedded, self.w["midlayer.input_layernorm.weight"]), own], -1)
-        residual = own if "norm_before_residual" in self.options else states
+        """The layer's output, which later draft tokens read."""
+        normed = rms_norm(states, self.w["midlayer.hidden_norm.weight"])
+        read = torch.cat([rms_norm(embedded, self.w["midlayer.input_layernorm.weight"]), normed], -1)
+        residual = normed if "norm_before_residual" in self.options else states
         x = with_mlp(self.w, "midlayer.", residual + attention(self.w, "midlayer.", read, HEADS, KV_HEADS))
         return rms_norm(x, self.w["norm.weight"]) if "norm_output" in self.options else x
 
     def token(self, output: Tensor) -> int:
-        """The likeliest."""
+        """The likeliest token."""
         x = output if "norm_output" in self.options else rms_norm(output, self.w["norm.weight"])
         best = int((self.w["lm_head.weight"] @ x).argmax())
         return best + int(self.w["d2t"][best])
 
-    def guesses(self, text: list[int], taps: Tensor) -> list[int]:
-        """The likeliest chain behind `text`, whose last token the target has not read; `taps` are behind the others."""
+    def draft_tokens(self, text: list[int], taps: Tensor) -> list[int]:
+        """The likeliest chain after `text`; `taps` are the target's states of all its tokens but the last."""
         states, tokens, found = self.fused(taps), text[1:], list[int]()
         for _ in range(DEPTH):
             out = self.output(self.table[torch.tensor(tokens)], states)[-1]
@@ -78,7 +78,7 @@ class FirstEagleReference(EagleReference):
 
 
 def block_states(w: dict[str, Tensor], places: Tensor, taps: Tensor, causal: bool) -> Tensor:
-    """The normed states behind a block's places: `places` are embeddings, `taps` the states of all text before it."""
+    """The normed states of a block's positions: `places` are embeddings, `taps` the states of all text before it."""
     context = rms_norm(taps.flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
     x, root, count = places, len(taps), len(places)
     for layer in range(LAYERS):
@@ -101,10 +101,10 @@ def block_states(w: dict[str, Tensor], places: Tensor, taps: Tensor, causal: boo
     return rms_norm(x, w["norm.weight"])
 
 
-def block_guesses(
+def block_draft(
     w: dict[str, Tensor], config: dict[str, object], embedding: Tensor, text: list[int], taps: Tensor
 ) -> tuple[list[int], list[float]]:
-    """The likeliest block behind `text`, whose last token the target has not read; and the confidence in each guess."""
+    """The likeliest block after `text`, and the confidence in each token; `taps` are of all but its last token."""
     inside = config["dflash_config"]
     assert isinstance(inside, dict)
     fields = config | inside
@@ -115,7 +115,7 @@ def block_guesses(
     head, ids = w.get("lm_head.weight", embedding), torch.arange(len(embedding))
     if "d2t" in w:
         ids = torch.arange(len(head)) + w["d2t"]
-    before, guesses, chances = text[-1], list[int](), list[float]()
+    before, draft_tokens, chances = text[-1], list[int](), list[float]()
     for state in states:
         logits = head @ state
         if "markov_head.markov_w1.weight" in w:
@@ -132,23 +132,23 @@ def block_guesses(
         if "confidence_head.proj.weight" in w:
             read = torch.cat([state, w["markov_head.markov_w1.weight"][before]])
             chances.append(float((w["confidence_head.proj.weight"] @ read + w["confidence_head.proj.bias"]).sigmoid()))
-        guesses.append(best)
+        draft_tokens.append(best)
         before = best
-    return guesses, chances
+    return draft_tokens, chances
 
 
-def block(folder: Path) -> Guesses:
-    """A block drafter's."""
+def block(folder: Path) -> Reference:
+    """The reference of a block drafter."""
     weights, config = load_file(folder / "model.safetensors"), read_json(folder / "config.json")
     table = load_file(TARGET / "model.safetensors")[EMBEDDING]
-    return lambda text, taps: block_guesses(weights, config, table, text, taps)[0]
+    return lambda text, taps: block_draft(weights, config, table, text, taps)[0]
 
 
-def medusa(folder: Path) -> Guesses:
-    """Those of Medusa heads, which hydra's make one after the other."""
+def medusa(folder: Path) -> Reference:
+    """The reference of Medusa heads; hydra's draft one after the other."""
     weights, table = load_file(folder / "model.safetensors"), load_file(TARGET / "model.safetensors")[EMBEDDING]
 
-    def guesses(text: list[int], taps: Tensor) -> list[int]:
+    def draft_tokens(text: list[int], taps: Tensor) -> list[int]:
         drafted: list[int] = []
         for head in range(3):
             x = taps[-1, 0]
@@ -158,17 +158,17 @@ def medusa(folder: Path) -> Guesses:
             drafted.append(int((weights[f"{head}.1.weight"] @ x).argmax()))
         return drafted
 
-    return guesses
+    return draft_tokens
 
 
-def eagle(folder: Path) -> Guesses:
-    """Those of a layer of EAGLE-3."""
-    return EagleReference(folder).guesses
+def eagle(folder: Path) -> Reference:
+    """The reference of an EAGLE-3 layer."""
+    return EagleReference(folder).draft_tokens
 
 
-def first_eagle(folder: Path) -> Guesses:
-    """Those of a layer of EAGLE-1."""
-    return FirstEagleReference(folder).guesses
+def first_eagle(folder: Path) -> Reference:
+    """The reference of an EAGLE-1 layer."""
+    return FirstEagleReference(folder).draft_tokens
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -178,11 +178,11 @@ SPARK = {"markov_rank": 32, "enable_confidence_head": True, "sample_from_anchor"
 
 @dataclass(frozen=True)
 class Form:
-    """A form of heads: how a folder is made and spelled, what it guesses, how deep, and how often it is right."""
+    """A form of heads: how a folder is made and spelled, its reference, depth and least acceptance."""
 
     spelled: str
     make: Callable[[Path], Path]
-    reference: Callable[[Path], Guesses] | None = None
+    reference: Callable[[Path], Reference] | None = None
     depth: int = 4
     least: int = 20
 
@@ -201,5 +201,5 @@ FORMS = {
     "selector": Form("block:{}", partial(block_of, TARGET, selector_rank=32, selector_top_k=200), block),
     "mtp": Form("mtp:{}", partial(apart, TARGET, num_modules=1, naming="mimo"), depth=5),
     "mtp of 3": Form("mtp:{}", partial(apart, TARGET, num_modules=3, naming="mimo"), depth=5),
-    "adapter": Form("early-exit:2:{}", partial(strange_adapter, exit_layer=2)),
+    "adapter": Form("early-exit:2:{}", partial(other_family_adapter, exit_layer=2)),
 }

@@ -1,4 +1,4 @@
-"""Adapters against exits without one, against deeper exits, against plain decoding, and against reading all anew."""
+"""Adapters compared with exits without one, with deeper exits, with plain decoding, and with texts read at once."""
 
 import random
 from functools import cache
@@ -24,11 +24,11 @@ from heads.adapters import (
     SHAPES,
     Benches,
     adapter_of,
-    assert_same_guesses,
+    assert_same_drafts,
+    other_family_adapter,
     plain,
     silent_adapter,
     some_texts,
-    strange_adapter,
 )
 from kit.checkpoints import TARGET
 from kit.texts import VOCAB, random_text
@@ -49,7 +49,7 @@ def context(bench: Bench) -> DraftContext:
 def drafter_of(
     bench: Bench, runner: Runner, spec: str, num_tokens: int = 2048, block_size: int = 16
 ) -> EarlyExitDrafter:
-    """The drafter that a specification spells, for this runner, its adapter's cache in small blocks."""
+    """The drafter of a spec for this runner; its adapter's cache has small blocks."""
     plan = plan_drafter(spec, context(bench))
     drafter = plan.build(dict.fromkeys(plan.models, 0), None, runner)
     assert isinstance(drafter, EarlyExitDrafter)
@@ -59,13 +59,13 @@ def drafter_of(
     return EarlyExitDrafter(runner, drafter.layer, adapter)
 
 
-def beside(bench: Bench, spec: str) -> DrafterWithTarget:
+def with_target(bench: Bench, spec: str) -> DrafterWithTarget:
     runner = bench.with_cache(bench.runner, 2048)
     return DrafterWithTarget(runner, drafter_of(bench, runner, spec))
 
 
 def adapted(drafter: object) -> tuple[EarlyExitDrafter, Runner]:
-    """An exit, and the adapter that it has."""
+    """A drafter and the runner of its adapter."""
     assert isinstance(drafter, EarlyExitDrafter)
     assert drafter.adapter is not None
     return drafter, drafter.adapter
@@ -74,10 +74,10 @@ def adapted(drafter: object) -> tuple[EarlyExitDrafter, Runner]:
 @pytest.mark.short("float32-next two layers", "bfloat16-next layer")
 @pytest.mark.parametrize("kind", ["silent", "next layer", "next two layers"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
+def test_drafts_are_those_of_an_exit_that_computes_the_same(
     bench_of: Benches, name: str, kind: str, tmp_path: Path
 ) -> None:
-    """To the bit, after any history: a layer that adds nothing is none, the target's own next ones are a later exit."""
+    """To the bit, after any history: an adapter that adds nothing is none, the next layers are a later exit."""
     rng, bench, layer = random.Random(kind), bench_of(name), 2
     deeper = {"silent": 0, "next layer": 1, "next two layers": 2}[kind]
     folder = tmp_path / "a"
@@ -85,25 +85,27 @@ def test_it_guesses_what_an_exit_guesses_that_computes_the_same(
         silent_adapter(folder, layer)
     else:
         adapter_of(TARGET, folder, layer, range(layer, layer + deeper), norm=deeper == 2)
-    ours, theirs = beside(bench, f"early-exit:{layer}:{folder}"), beside(bench, f"early-exit:{layer + deeper}")
-    assert assert_same_guesses(ours, theirs, rng, 8) > 20
+    ours, theirs = (
+        with_target(bench, f"early-exit:{layer}:{folder}"),
+        with_target(bench, f"early-exit:{layer + deeper}"),
+    )
+    assert assert_same_drafts(ours, theirs, rng, 8) > 20
 
 
-def test_what_came_true_is_not_read_again(bench_of: Benches, tmp_path: Path) -> None:
-    """Of a chain the guesses that were read; that the adapter's cache then holds what reading anew leaves is checked
-    with engines, below."""
-    spec, text = f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}", random_text(30, 0)
-    drafter = beside(bench_of("float32"), spec)
+def test_accepted_draft_tokens_are_not_read_again(bench_of: Benches, tmp_path: Path) -> None:
+    """Draft tokens of a chain that were read are not read again. `check` compares the adapter's cache, in engines."""
+    spec, text = f"early-exit:2:{other_family_adapter(tmp_path / 'a', 2)}", random_text(30, 0)
+    drafter = with_target(bench_of("float32"), spec)
     _, adapter = adapted(drafter.drafter)
     drafter.observe(committed([Row(0, text)]))
-    guesses = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
+    draft_tokens = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
     read, plain_read = list[int](), adapter.read
     adapter.read = lambda reads, **more: (read.extend(len(r.tokens) for r in reads), plain_read(reads, **more))[1]
-    text += [*guesses, 7]
+    text += [*draft_tokens, 7]
     drafter.observe(committed([Row(0, text)], [len(text) - 6]))
-    assert drafter.outlook([0]).unread == [1], "the last guess"
+    assert drafter.outlook([0]).unread == [1], "the last draft token"
     drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(1)])
-    assert read == [1, 1], "it, and the root"
+    assert read == [1, 1], "the last draft token, and the root"
 
 
 def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **options: object) -> Engine:
@@ -113,12 +115,12 @@ def engine_of(bench: Bench, spec: str, num_tokens: int, adapter_tokens: int, **o
     return engine
 
 
-def check(engine: Engine, anew: DrafterWithTarget) -> None:
-    """What the adapter knows of each sequence is what one would know that is told of its text all at once."""
-    (drafter, adapter), (other, others_adapter) = adapted(engine.drafter), adapted(anew.drafter)
+def check(engine: Engine, fresh: DrafterWithTarget) -> None:
+    """Assert that the adapter's cache of each sequence equals that of a fresh drafter which observes it at once."""
+    (drafter, adapter), (other, others_adapter) = adapted(engine.drafter), adapted(fresh.drafter)
     adapter.cache.check()
     texts = [t for t in engine.sequences.values() if t.num_read and t.id in drafter.sequences]
-    anew.observe(committed([Row(t.id, t.tokens[: t.num_read + 1]) for t in texts]))
+    fresh.observe(committed([Row(t.id, t.tokens[: t.num_read + 1]) for t in texts]))
     for each in (drafter, other):
         each.catch_up([DraftRow(text.id, (), NO_DRAFT) for text in texts if not each.sequences[text.id].lost], 0)
     for text in texts:
@@ -134,7 +136,7 @@ def check(engine: Engine, anew: DrafterWithTarget) -> None:
 def test_tokens_are_those_of_plain_decoding(
     bench_of: Benches, name: str, batch: int, shapes: tuple[Speculation, ...], tmp_path: Path
 ) -> None:
-    """Beside prompts in chunks, in caches of which rows are sent back, and of which the adapter's is the smaller."""
+    """In batches with prompts in chunks and caches too small for all sequences, of which the adapter's is smaller."""
     bench, spec = bench_of(name), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(3, 5))}"
     sizes = (256, 200) if batch > 1 else (2048, 2048)
     engine = engine_of(bench, spec, *sizes, max_num_seqs=batch, chunk_tokens=24)
@@ -144,7 +146,7 @@ def test_tokens_are_those_of_plain_decoding(
     def after_round() -> None:
         engine.runner.cache.check()
         if next(rounds) % 5 == 0:
-            check(engine, beside(bench, spec))
+            check(engine, with_target(bench, spec))
 
     assert run(engine, texts, after_round=after_round) == plain(bench, batch + 1, shapes)
     assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
@@ -153,12 +155,12 @@ def test_tokens_are_those_of_plain_decoding(
     assert adapter.cache.num_rows == 0
 
 
-def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) -> None:
-    """In the adapter's cache, with room for so many tokens more than the text; and in its positions."""
+def test_with_too_little_cache_or_positions_drafts_are_shallower(bench_of: Benches, tmp_path: Path) -> None:
+    """With little space in the adapter's cache, and with few positions left."""
     bench, text = bench_of("float32"), random_text(60, 0)
-    far = f"early-exit:2:{strange_adapter(tmp_path / 'far', 2)}"
+    far = f"early-exit:2:{other_family_adapter(tmp_path / 'far', 2)}"
     for left in range(0, 7):
-        near = strange_adapter(tmp_path / f"near {left}", 2, max_position_embeddings=len(text) - 1 + left)
+        near = other_family_adapter(tmp_path / f"near {left}", 2, max_position_embeddings=len(text) - 1 + left)
         for spec, num_tokens in ((far, len(text) - 1 + left), (f"early-exit:2:{near}", 2048)):
             runner = bench.with_cache(bench.runner, 2048)
             drafter = DrafterWithTarget(runner, drafter_of(bench, runner, spec, num_tokens, block_size=1))
@@ -169,25 +171,25 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches, tmp_path: Path) 
                 assert int(tree.depths().max()) == min(left, 5) or budget.width > 1
                 assert int(tree.depths().max()) <= left
         drafter.observe(committed([Row(0, text + [5] * 9)], [len(text) - 1]))
-        assert drafter.outlook([0]).limit == [0]  # its text is longer than what the adapter reads
+        assert drafter.outlook([0]).limit == [0]  # its text is longer than the adapter's context
         assert adapted(drafter.drafter)[1].cache.num_rows == 0
         drafter.forget([0])
         drafter.observe(committed([Row(0, text)]))
         assert drafter.outlook([0]).limit == [left]
 
 
-def test_it_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
-    """They are asked for, and none can be restored."""
-    bench, spec = bench_of("float32"), f"early-exit:2:{strange_adapter(tmp_path / 'a', 2)}"
-    assert beside(bench, spec).taps == (2,)
+def test_an_adapter_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
+    """It declares taps, and cannot be a judge, which would need states of draft tokens."""
+    bench, spec = bench_of("float32"), f"early-exit:2:{other_family_adapter(tmp_path / 'a', 2)}"
+    assert with_target(bench, spec).taps == (2,)
     with pytest.raises(UnknownDrafter, match="cannot verify the drafts"):
         plan_drafter(f"cascade[ngram,{spec}]", context(bench))
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
-def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> None:
-    """Weights as they are held, tables of angles, and a cache of its own; embedding and head are the target's."""
-    bench, folder = bench_of(name), strange_adapter(tmp_path / "a", 3, layers=2, max_position_embeddings=100)
+def test_memory_of_an_adapter_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> None:
+    """Planned are weights, rotary tables, and its own cache; embedding and head are the target's."""
+    bench, folder = bench_of(name), other_family_adapter(tmp_path / "a", 3, layers=2, max_position_embeddings=100)
     spec = f"early-exit:3:{folder}"
     plan = plan_drafter(spec, context(bench))
     size = bench.target.dtype.itemsize
@@ -198,7 +200,7 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
     )
     assert memory.weights_bytes == int(held)
     assert (memory.bytes_per_position, memory.positions(512), memory.positions(64)) == (2 * 16 * 4, 100, 64)
-    other = plan_drafter(f"early-exit:3:{strange_adapter(tmp_path / 'b', 3)}", context(bench))
+    other = plan_drafter(f"early-exit:3:{other_family_adapter(tmp_path / 'b', 3)}", context(bench))
     assert plan.fingerprint() != other.fingerprint()
     (_, adapter), target = adapted(plan.build({spec: 128}, None, bench.runner)), bench.runner
     assert adapter.decoder.embedding is target.decoder.embedding
@@ -209,7 +211,7 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "said"),
+    ("spec", "error", "message"),
     [
         ("early-exit:2:", UnknownDrafter, "name the adapter's folder after the second colon, as in early-exit:2:DIR"),
         ("early-exit:5:a", UnknownDrafter, "at most 4, as the target has 5"),
@@ -217,6 +219,6 @@ def test_its_memory_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> 
         ("early-exit:2:/no/such/folder", ModelNotFound, "/no/such/folder"),
     ],
 )
-def test_a_misspelt_adapter_is_refused(bench_of: Benches, spec: str, error: type[ForerunError], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_a_misspelt_adapter_is_refused(bench_of: Benches, spec: str, error: type[ForerunError], message: str) -> None:
+    with pytest.raises(error, match=message):
         plan_drafter(spec, context(bench_of("float32")))

@@ -1,4 +1,4 @@
-"""Block drafters: confidence, rows that do not depend on each other, and how far a block is read."""
+"""Block drafters: confidence, independence of rows, and the number of positions of a block that are read."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,18 +21,18 @@ from forerun.heads.folder import HeadFolder
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
-from heads.references import FORMS, GREEDY, block_guesses
+from heads.references import FORMS, GREEDY, block_draft
 from kit.checkpoints import TARGET, read_json
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder of each form, made once."""
+    """A function that gives the folder of a form, made once."""
     folder = tmp_path_factory.mktemp("blocks")
     return cache(lambda form: FORMS[form].make(folder / form))
 
 
-def test_survival_of_first_guesses_is_the_product_of_confidences(made: Callable[[str], Path]) -> None:
+def test_survival_along_first_children_is_the_product_of_confidences(made: Callable[[str], Path]) -> None:
     folder, target = made("dspark"), Blueprint.of(str(TARGET), dtype="float32")
     runner, text = target.load(1024), [1, 403, 407, 261, 378]
     plan = plan_drafter(f"block:{folder}", DraftContext(target, target.tokenizer()))
@@ -44,8 +44,8 @@ def test_survival_of_first_guesses_is_the_product_of_confidences(made: Callable[
     taps = runner.read([Read(1, text[:-1])], taps=built.taps).taps
     assert taps is not None
     weights, config = load_file(folder / "model.safetensors"), read_json(folder / "config.json")
-    guesses, chances = block_guesses(weights, config, runner.decoder.embedding, text, taps)
-    assert draft.tree.tokens[0, 1:].tolist() == guesses[:4]
+    draft_tokens, chances = block_draft(weights, config, runner.decoder.embedding, text, taps)
+    assert draft.tree.tokens[0, 1:].tolist() == draft_tokens[:4]
     assert draft.survival is not None
     torch.testing.assert_close(draft.survival[0], torch.tensor([1.0, *chances[:4]]).cumprod(0), rtol=1e-4, atol=1e-6)
     assert 0.05 < min(chances) < max(chances) < 0.95
@@ -58,7 +58,7 @@ def test_survival_of_first_guesses_is_the_product_of_confidences(made: Callable[
     assert wide.survival[0, 1:].sum() < 1 + 1e-6
 
 
-def test_the_other_children_share_what_the_first_leaves() -> None:
+def test_other_children_share_the_survival_that_the_first_leaves() -> None:
     assert with_first([0.5, 0.3, 0.1], 0.8) == pytest.approx([0.8, 0.12, 0.04])
     assert with_first([1.0, 0.0], 0.9) == [0.9, 0.0]
 
@@ -69,7 +69,7 @@ def test_the_other_children_share_what_the_first_leaves() -> None:
 def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
     kind: str, options: dict[str, str], made: Callable[[str], Path]
 ) -> None:
-    """To the bit: states, logits, and what the heads say."""
+    """To the bit: states, logits, and the outputs of the heads."""
     target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
     planned = BlockBlueprint.of(HeadFolder.at(made(kind), str(made(kind)), target))
     host, dice = target.load(64), torch.Generator().manual_seed(3)
@@ -77,11 +77,11 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
     features = [torch.randn(n, len(block.taps), target.config.hidden, generator=dice) for n in lengths]
     places = [5, *[MASKED] * (block.block_size - 1)]
 
-    def told(layers: BlockDrafter, seq_ids: list[int], pieces: int) -> None:
+    def observe(layers: BlockDrafter, seq_ids: list[int], pieces: int) -> None:
         for piece in range(pieces):
             parts = {s: features[s][piece * lengths[s] // pieces : (piece + 1) * lengths[s] // pieces] for s in seq_ids}
-            reads = [Read(s, [0] * len(own)) for s, own in parts.items() if len(own)]
-            shown = torch.cat([own for own in parts.values() if len(own)])
+            reads = [Read(s, [0] * len(part)) for s, part in parts.items() if len(part)]
+            shown = torch.cat([part for part in parts.values() if len(part)])
             layers.runner.read(reads, inputs=layers.decoder.fuse(shown))
             layers.runner.keep([r.seq_id for r in reads], [range(len(r.tokens)) for r in reads])
 
@@ -91,22 +91,22 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
         heads = layers.decoder
         results: dict[int, list[Tensor]] = {}
         for group in groups:
-            told(layers, group, pieces)
+            observe(layers, group, pieces)
             read = layers.runner.read([Read(s, places, judged=range(block.block_size)) for s in group])
             states = layers.decoder.states(read.hidden)
             before = torch.tensor([9, 8, 7, 6, 5] * len(group))
             after = read.logits if heads.after is None else heads.after(read.logits, states, before)
-            told_sure = states[:, :1] if heads.confidence is None else heads.confidence(states, before)[:, None]
+            confidence = states[:, :1] if heads.confidence is None else heads.confidence(states, before)[:, None]
             for i, s in enumerate(group):
                 rows = slice(i * block.block_size, (i + 1) * block.block_size)
-                results[s] = [read.hidden[rows], after[rows], told_sure[rows]]
+                results[s] = [read.hidden[rows], after[rows], confidence[rows]]
         found.append([tensor for s in sorted(results) for tensor in results[s]])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_what_a_backend_remembers_is_what_its_passes_keep(kernels: str, made: Callable[[str], Path]) -> None:
-    """To the bit: the keys and values of every layer, of what its attention reads."""
+def test_states_stored_by_a_backend_are_those_that_its_passes_write(kernels: str, made: Callable[[str], Path]) -> None:
+    """To the bit: the keys and values that each layer's attention reads."""
     target = Blueprint.of(str(TARGET), dtype="float32", kernels=kernels)
     planned = BlockBlueprint.of(HeadFolder.at(made("dspark"), "dspark", target))
     decoder, found = planned.load(64, target.load(64).decoder), []
@@ -123,7 +123,7 @@ def test_what_a_backend_remembers_is_what_its_passes_keep(kernels: str, made: Ca
     assert all(torch.equal(one, other) and one.any() for one, other in zip(*found, strict=True))
 
 
-def test_a_causal_block_is_read_as_far_as_the_draft_goes_and_another_as_a_whole(made: Callable[[str], Path]) -> None:
+def test_a_causal_block_is_read_up_to_the_draft_depth_and_others_in_full(made: Callable[[str], Path]) -> None:
     for kind, depth, places in (("causal", 2, 2), ("dspark", 2, 5), ("selector", 2, 5)):
         folder = HeadFolder.at(made(kind), str(made(kind)), Blueprint.of(str(TARGET), dtype="float32"))
         block = BlockBlueprint.of(folder).tensors.config
@@ -132,8 +132,8 @@ def test_a_causal_block_is_read_as_far_as_the_draft_goes_and_another_as_a_whole(
         assert [block.deepest(room) for room in (0, 1, 64)] == [0, 1 if kind == "causal" else 0, block.most_depth]
 
 
-def test_drafts_end_where_positions_do(made: Callable[[str], Path]) -> None:
-    """A text up to the last position is plain, and drafted as far as a block fits."""
+def test_drafts_end_at_the_last_position(made: Callable[[str], Path]) -> None:
+    """Text at the last position is decoded plainly, and before that drafted as far as a block fits."""
     params = replace(GREEDY, max_tokens=400)
     for kind in ("causal", "dspark"):
         prompt = [1, *[403, 407, 261, 378] * 120]

@@ -1,4 +1,4 @@
-"""The heads that ship draft for the bundled target as well as their records say, and are found by name."""
+"""The bundled heads draft for the bundled target as well as their records say, and are found by name."""
 
 import json
 import sysconfig
@@ -24,14 +24,14 @@ HELD_OUT = [
 
 
 def record_of(name: str) -> DrafterRecord:
-    """What lies beside the weights."""
+    """The record next to the weights."""
     record = DrafterRecord.read(BUNDLED_HEADS[name])
     assert record is not None
     return record
 
 
 def prompts() -> list[str]:
-    """Beginnings of held-out files, far enough in that code has begun."""
+    """Beginnings of held-out files, long enough to contain code."""
     library = Path(sysconfig.get_path("stdlib"))
     found = [library / name for name in HELD_OUT if (library / name).is_file()]
     texts = [path.read_text("utf-8")[600:900] for path in found[:12]]
@@ -55,7 +55,7 @@ def test_a_head_drafts_as_its_record_says_and_changes_no_token(name: str) -> Non
     assert llm.stats.tokens_per_round > record.tokens_per_round[-1] * (1 - TOLERANCE)
 
 
-def test_every_head_lies_beside_the_target_with_a_record_of_it_and_a_card() -> None:
+def test_every_bundled_head_has_a_record_and_a_card() -> None:
     target = Blueprint.of("stdlib")
     found = dict(records_of(target))
     assert {path.resolve() for path in BUNDLED_HEADS.values()} <= {path.resolve() for path in found}
@@ -67,6 +67,6 @@ def test_every_head_lies_beside_the_target_with_a_record_of_it_and_a_card() -> N
         assert json.loads((folder / "config.json").read_text("utf-8"))
 
 
-def test_a_name_that_is_nearly_a_heads_is_told_it() -> None:
+def test_the_message_for_a_misspelt_head_suggests_the_right_name() -> None:
     with pytest.raises(ModelNotFound, match=r"did you mean stdlib-early-exit\b"):
         LLM("stdlib", "early-exit:2:stdlib-earlyexit")

@@ -41,7 +41,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(folder: Path, new: Path, change: Change) -> Path:
-    """A copy with other tensors."""
+    """A copy of a folder with changed tensors."""
     new.mkdir()
     shutil.copy(folder / "config.json", new)
     save_file(change(load_file(folder / "model.safetensors")), new / "model.safetensors")
@@ -49,7 +49,7 @@ def copied(folder: Path, new: Path, change: Change) -> Path:
 
 
 def as_published(folder: Path, new: Path, file: str, prefix: str = "", **keys: object) -> Path:
-    """A copy whose weights are a pickle, as authors publish them."""
+    """A copy whose weights are a pickle, as the authors publish them."""
     new.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (new / "config.json").write_text(json.dumps({k: v for k, v in (config | keys).items() if v is not None}))
@@ -59,7 +59,7 @@ def as_published(folder: Path, new: Path, file: str, prefix: str = "", **keys: o
 
 
 def counts(draft: str) -> tuple[int, int]:
-    """(drafted, accepted) guesses of some answers."""
+    """The numbers of drafted and accepted tokens of some answers."""
     return num_accepted(TARGET, draft, 3, SamplingParams(temperature=0, max_tokens=20))
 
 
@@ -75,7 +75,7 @@ def test_eagle_1_as_its_authors_publish_it_drafts_the_same_once_it_is_converted(
         convert(str(published), "speculators", tmp_path / "other")
 
 
-def test_the_heads_tokens_are_put_in_the_order_of_their_ids(eagle: Path, tmp_path: Path) -> None:
+def test_the_heads_rows_are_sorted_by_token_id(eagle: Path, tmp_path: Path) -> None:
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))
 
     def shuffled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -85,10 +85,10 @@ def test_the_heads_tokens_are_put_in_the_order_of_their_ids(eagle: Path, tmp_pat
         return tensors | head | buffer
 
     convert(str(copied(eagle, tmp_path / "in", shuffled)), "eagle", tmp_path / "out")
-    found, wanted = load_file(tmp_path / "out" / "model.safetensors"), load_file(eagle / "model.safetensors")
-    assert found.keys() == {*wanted, "t2d"}
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert torch.equal(found["t2d"].nonzero()[:, 0], torch.arange(400) + wanted["d2t"])
+    found, expected = load_file(tmp_path / "out" / "model.safetensors"), load_file(eagle / "model.safetensors")
+    assert found.keys() == {*expected, "t2d"}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert torch.equal(found["t2d"].nonzero()[:, 0], torch.arange(400) + expected["d2t"])
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
@@ -102,8 +102,8 @@ def test_medusas_state_dict_is_read_and_written(prefix: str, heads: Path, tmp_pa
     made = convert(str(published), "medusa", tmp_path / "out", str(TARGET))
     assert made.read.format == "medusa-pt"
     assert same_tensors(heads, tmp_path / "out")
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (told["medusa_num_heads"], told["hidden_size"], told["vocab_size"]) == (3, 64, 512)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["medusa_num_heads"], config["hidden_size"], config["vocab_size"]) == (3, 64, 512)
     assert counts(made.draft) == counts(f"medusa:{heads}")
     back = convert(str(tmp_path / "out"), "medusa-pt", tmp_path / "back")
     assert not back.written.is_run
@@ -123,7 +123,7 @@ def test_heads_with_the_targets_matrix_and_hydras_are_read_too(heads: Path, tmp_
 
 
 class Mischief:
-    """What a pickle may hold beside tensors."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, ("mischief",)
@@ -154,7 +154,7 @@ def with_one(name: str, tensor: Tensor) -> Change:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "error", "told"),
+    ("kind", "change", "error", "message"),
     [
         ("eagle", without("midlayer.mlp.up_proj.weight"), MissingWeights, "midlayer.mlp.up_proj.weight"),
         ("eagle", with_one("midlayer.extra", torch.ones(1)), UnsupportedModel, "midlayer.extra does not belong to"),
@@ -170,15 +170,15 @@ def with_one(name: str, tensor: Tensor) -> Change:
     ],
 )
 def test_every_weight_must_be_used_and_every_expected_one_be_there(
-    kind: str, change: Change, error: type[ModelError], told: str, request: pytest.FixtureRequest, tmp_path: Path
+    kind: str, change: Change, error: type[ModelError], message: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     source = copied(request.getfixturevalue(kind), tmp_path / "in", change)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         convert(str(source), "medusa" if kind == "heads" else "eagle", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-def test_what_was_written_is_compared_with_what_was_read(
+def test_a_conversion_that_writes_other_tensors_is_refused(
     heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def saved(tensors: dict[str, Tensor], path: Path) -> None:
@@ -190,13 +190,13 @@ def test_what_was_written_is_compared_with_what_was_read(
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_empty_folder_is_written_also_where_a_kill_left_a_part_in_it(eagle: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_is_written_even_with_a_partial_file_of_a_killed_run(eagle: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / ".out.part").mkdir(parents=True)
     convert(str(eagle), "eagle", tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: Path, tmp_path: Path) -> None:
+def test_only_a_drafters_folder_is_overwritten_and_only_if_forced(eagle: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("precious")
@@ -216,7 +216,7 @@ def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["eagle", "--to", "eagel", "--out", "x"], "'eagel' is not a format: did you mean eagle?"),
         (
@@ -230,23 +230,23 @@ def test_nothing_is_overwritten_unless_forced_and_nothing_else_even_then(eagle: 
         (["target", "--to", "eagle", "--out", "x"], "has an unknown layout"),
     ],
 )
-def test_mistakes_are_one_line_and_write_nothing(
-    arguments: list[str], said: str, eagle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_mistakes_give_one_line_and_write_nothing(
+    arguments: list[str], message: str, eagle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "eagle").symlink_to(eagle)
     (tmp_path / "target").symlink_to(TARGET)
-    assert said in refusal("convert", *arguments)
+    assert message in refusal("convert", *arguments)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eagle", "target"]
 
 
-def test_the_command_says_what_it_did(eagle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_what_it_did(eagle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["convert", str(eagle), "--to", "speculators", "--model", str(TARGET), "--out"]
     shown = command(*arguments, "new")
-    told = command(*arguments, "newer", "--json")
+    as_json = command(*arguments, "newer", "--json")
     assert "--draft eagle:new" in shown.stdout
-    found = json.loads(told.stdout)
+    found = json.loads(as_json.stdout)
     assert found["method"] == "EAGLE-3"
     assert found["to"] == {"format": "speculators", "folder": "newer"}
     assert counts(found["draft"]) == counts(f"eagle:{eagle}")

@@ -1,6 +1,6 @@
-"""Drafters of the package `speculators` compute here what it computes, and ours are read by it: equal logits.
+"""Drafters of the package `speculators` have the same logits here as in the package, and ours have them there.
 
-What the package says was recorded by `package.py`; where it is installed, it is asked again.
+`package.py` recorded the package's outputs; if it is installed, they are computed again.
 """
 
 import importlib.util
@@ -28,7 +28,18 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.train.kinds import make_student
 from heads.modules import apart
-from heads.package import ANCHORS, BLOCK_ANCHORS, BLOCK_TAPS, CHECKPOINTS, DEPTHS, FOLDER, PLACES, TAPS, load, said
+from heads.package import (
+    ANCHORS,
+    BLOCK_ANCHORS,
+    BLOCK_TAPS,
+    CHECKPOINTS,
+    DEPTHS,
+    FOLDER,
+    PLACES,
+    TAPS,
+    load,
+    outputs_of,
+)
 from heads.trained import BLOCK_CONFIG, eagle_of, written_block
 from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten, same_tensors
 from kit.unchecked import unchecked
@@ -36,35 +47,35 @@ from kit.unchecked import unchecked
 FORMATS = {"eagle3": "eagle", "peagle": "eagle", "mtp": "mtp"}  # else dflash
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 TEXT = [1, 30, 40]
-Told = dict[str, Tensor]
+Outputs = dict[str, Tensor]
 no_package = pytest.mark.skipif(
     importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed"
 )
 
 
-def expected(name: str) -> Told:
-    """States of a target, tokens, and what the package says of them."""
+def expected(name: str) -> Outputs:
+    """States of a target, tokens, and the package's outputs for them."""
     return load_file(FOLDER / name / "expected.safetensors")
 
 
 def format_of(name: str) -> str:
-    """The format in which a checkpoint of the package is ours."""
+    """Our format for a checkpoint of the package."""
     return FORMATS.get(CHECKPOINTS[name][0], "dflash")
 
 
-def own(folder: Path, states: Tensor, tokens: Tensor) -> Told:
-    """What a drafter says here, in the form of `package.said`."""
+def our_outputs(folder: Path, states: Tensor, tokens: Tensor) -> Outputs:
+    """Our outputs of a drafter, in the form of `package.outputs_of`."""
     config, target = read_json(folder / "config.json"), Blueprint.of(str(TARGET), dtype="float32")
     found, host = HeadFolder.at(folder, str(folder), target), target.load(64).decoder
     if "dflash_config" in config:
-        return own_blocks(BlockBlueprint.of(found), host, states, tokens)
+        return our_blocks(BlockBlueprint.of(found), host, states, tokens)
     is_eagle = "architectures" in config or "speculators_model_type" in config
-    first, second = own_layer(found, host, states, tokens) if is_eagle else own_module(found, host, states, tokens)
+    first, second = our_layer(found, host, states, tokens) if is_eagle else our_module(found, host, states, tokens)
     return {"first": first, "second": second}
 
 
-def own_module(folder: HeadFolder, host: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """A module beside these states, and then beside its own outputs."""
+def our_module(folder: HeadFolder, host: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of a module with these states as input, and then with its own outputs."""
     modules = MtpBlueprint.of(folder).load(512, host)
     found, inputs, text, runner = [], states[:PLACES], tokens.tolist(), Runner.of(modules, 2048)
     for step in range(2):
@@ -73,8 +84,8 @@ def own_module(folder: HeadFolder, host: Any, states: Tensor, tokens: Tensor) ->
     return found[0], found[1]
 
 
-def own_layer(folder: HeadFolder, host: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """An EAGLE layer behind each place, and behind the next token after each, read as a guess, or in masked places."""
+def our_layer(folder: HeadFolder, host: Any, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of an EAGLE layer after each position, and after the next token or in masked positions."""
     plan = EagleBlueprint.of(folder)
     decoder, form = plan.load(512, host), plan.tensors.form
     assert form.taps == TAPS
@@ -89,13 +100,13 @@ def own_layer(folder: HeadFolder, host: Any, states: Tensor, tokens: Tensor) -> 
             second.append(decoder.logits(hidden[place:])[None])
         else:
             state = runner.read([Read(1 + place, before)], inputs=inputs).hidden[-1:]
-            guess = Read(1 + place, [[*text, 0][place + 1]])
-            second.append(decoder.logits(runner.read([guess], inputs=state).hidden))
+            draft = Read(1 + place, [[*text, 0][place + 1]])
+            second.append(decoder.logits(runner.read([draft], inputs=state).hidden))
     return first, torch.cat(second)
 
 
-def own_blocks(plan: BlockBlueprint, host: Any, states: Tensor, tokens: Tensor) -> Told:
-    """A block drafter in the guessing places of its blocks; [anchors, places, tokens]."""
+def our_blocks(plan: BlockBlueprint, host: Any, states: Tensor, tokens: Tensor) -> Outputs:
+    """The logits of a block drafter in the drafted positions of its blocks: [anchors, positions, vocab]."""
     decoder, block, text = plan.load(512, host), plan.tensors.config, tokens.tolist()
     assert block.taps == BLOCK_TAPS
     runner, heads = Runner.of(decoder, 2048), decoder
@@ -114,26 +125,26 @@ def own_blocks(plan: BlockBlueprint, host: Any, states: Tensor, tokens: Tensor) 
     return {"logits": torch.stack(logits)} | ({"confidence": torch.stack(chances)} if chances else {})
 
 
-def assert_agree(found: Told, wanted: Told) -> None:
-    """Ours and theirs, in the guessing places, of which a block of theirs may have one more."""
-    assert found.keys() == wanted.keys() - {"states", "tokens"}
+def assert_agree(found: Outputs, theirs: Outputs) -> None:
+    """Assert that our outputs equal theirs in the drafted positions, of which their blocks may have one more."""
+    assert found.keys() == theirs.keys() - {"states", "tokens"}
     for name, ours in found.items():
-        torch.testing.assert_close(ours, wanted[name][:, -ours.shape[1] :], **CLOSE)
-        assert ours[ours.isfinite()].std() > 0.01, "it says nothing"
+        torch.testing.assert_close(ours, theirs[name][:, -ours.shape[1] :], **CLOSE)
+        assert ours[ours.isfinite()].std() > 0.01, "all outputs are the same"
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_of_the_package_gives_its_logits_once_it_is_converted(name: str, tmp_path: Path) -> None:
-    """One of EAGLE also as it is."""
+    """For EAGLE also without conversion."""
     known, new = expected(name), convert(str(FOLDER / name), format_of(name), tmp_path / "ours", str(TARGET))
     spec = parse_spec(new.draft)
     assert spec.argument == str(tmp_path / "ours")
     for folder in (tmp_path / "ours", *((FOLDER / name,) if spec.name == "eagle" else ())):
-        assert_agree(own(folder, known["states"], known["tokens"]), known)
+        assert_agree(our_outputs(folder, known["states"], known["tokens"]), known)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_there_and_back_it_is_what_the_package_saved(name: str, tmp_path: Path) -> None:
+def test_converting_there_and_back_gives_the_saved_checkpoint(name: str, tmp_path: Path) -> None:
     layout, target = format_of(name), None if format_of(name) == "eagle" else str(TARGET)
     convert(str(FOLDER / name), layout, tmp_path / "there", target)
     convert(str(tmp_path / "there"), "speculators", tmp_path / "back", target)
@@ -143,7 +154,7 @@ def test_there_and_back_it_is_what_the_package_saved(name: str, tmp_path: Path) 
         assert written["speculators_config"].pop("verifier")["name_or_path"] == target
         saved["speculators_config"].pop("verifier")
     layers = [config.pop("transformer_layer_config") for config in (saved, written)]
-    if layout == "mtp":  # of whose layer only some fields are ours
+    if layout == "mtp":  # we write only some fields of its layer
         layers = [{key: layer[key] for key in layers[0].keys() & layers[1].keys()} for layer in layers]
         assert layers[0]["num_hidden_layers"] == 5
     for config in (saved, written, *layers):
@@ -159,7 +170,7 @@ def test_the_recorded_logits_are_the_packages(name: str, tmp_path: Path) -> None
     convert(str(FOLDER / name), format_of(name), tmp_path / "there", str(TARGET))
     convert(str(tmp_path / "there"), "speculators", tmp_path / "back", str(TARGET))
     with unchecked():
-        theirs = said(load(tmp_path / "back"), known["states"], known["tokens"])
+        theirs = outputs_of(load(tmp_path / "back"), known["states"], known["tokens"])
     for key, tensor in theirs.items():
         torch.testing.assert_close(tensor, known[key], **CLOSE)
 
@@ -169,14 +180,14 @@ def inside(**keys: object) -> dict[str, object]:
 
 
 def block(folder: Path, num_ids: int = 0, **keys: object) -> Path:
-    """A block drafter with random weights; with `num_ids` it has a head of its own over so many tokens."""
+    """A block drafter with random weights; with `num_ids` it has its own head over that many tokens."""
     of, dice = Blueprint.of(str(TARGET)).config, torch.Generator().manual_seed(1)
     sizes = {"hidden_size": of.hidden, "vocab_size": of.vocab_size, "mask_token_id": 7, "dflash_config": inside()}
     config: dict[str, object] = {**BLOCK_CONFIG, **sizes, **keys}
     tensors: dict[str, Tensor] = {}
     if num_ids:
         config["draft_vocab_size"] = num_ids
-        tensors["d2t"] = torch.arange(num_ids) // 4  # every fifth token is not the head's
+        tensors["d2t"] = torch.arange(num_ids) // 4  # the head lacks every fifth token
         tensors["lm_head.weight"] = torch.randn(num_ids, of.hidden, generator=dice)
     written_block(folder, config, tensors, of, dice)
     return folder
@@ -196,7 +207,7 @@ def module(folder: Path, count: int = 1, norms: bool = True, **keys: object) -> 
 layer = partial(eagle_of, TARGET, eagle_aux_hidden_state_layer_ids=list(TAPS))
 SPARK = {"sample_from_anchor": True, "markov_rank": 8, "enable_confidence_head": True}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0, "causal": True}
-OURS: dict[str, tuple[str, Callable[[Path], Path]]] = {  # whose states and tokens are taken, and a drafter of ours
+OURS: dict[str, tuple[str, Callable[[Path], Path]]] = {  # name of the recorded inputs, and a drafter of ours
     "eagle-3": ("llama", layer),
     "eagle-3, normed": ("llama", partial(layer, norm_before_fc=True)),
     "eagle-3.1": ("llama", partial(layer, fc_norm=True, norm_output=True)),
@@ -214,9 +225,9 @@ def test_the_package_computes_what_we_compute_with_a_drafter_of_ours(case: str, 
     name, make = OURS[case]
     ours, known = make(tmp_path / "ours"), expected(name)
     convert(str(ours), "speculators", tmp_path / "theirs", str(TARGET))
-    found = own(ours, known["states"], known["tokens"])
+    found = our_outputs(ours, known["states"], known["tokens"])
     with unchecked():
-        assert_agree(found, said(load(tmp_path / "theirs"), known["states"], known["tokens"]))
+        assert_agree(found, outputs_of(load(tmp_path / "theirs"), known["states"], known["tokens"]))
 
 
 def test_a_module_of_ours_comes_back_from_speculators_as_it_was(tmp_path: Path) -> None:
@@ -226,7 +237,7 @@ def test_a_module_of_ours_comes_back_from_speculators_as_it_was(tmp_path: Path) 
 
 
 def read_states(folder: Path) -> tuple[list[int], Tensor]:
-    """The numbers that speculators would give a block's states, and the states that it is given here."""
+    """The layer numbers that speculators uses for a block's states, and the states that it receives here."""
     convert(str(folder), "speculators", folder / "theirs", str(TARGET))
     target = Blueprint.of(str(TARGET), dtype="float32")
     taps = BlockBlueprint.of(HeadFolder.at(folder, str(folder), target)).tensors.config.taps
@@ -235,21 +246,21 @@ def read_states(folder: Path) -> tuple[list[int], Tensor]:
     return json.loads((folder / "theirs" / "config.json").read_text())["aux_hidden_state_layer_ids"], found
 
 
-def test_numbers_of_layers_are_one_more_in_speculators(tmp_path: Path) -> None:
-    """One off would only show in fewer accepted guesses, so states are compared: that of the embedding is 0 there."""
+def test_layer_numbers_are_one_higher_in_speculators(tmp_path: Path) -> None:
+    """An offset of one would only lower acceptance, so states are compared: the embedding has number 0 there."""
     ids = [0, 3, -1]
     ours = block(tmp_path / "ours", dflash_config=inside(target_layer_ids=ids))
-    told, states = read_states(ours)
-    assert told == [1, 4, 0]
+    numbers, states = read_states(ours)
+    assert numbers == [1, 4, 0]
     table = load_file(TARGET / "model.safetensors")[EMBEDDING]
-    torch.testing.assert_close(states[:, told.index(0)], table[TEXT].float())
+    torch.testing.assert_close(states[:, numbers.index(0)], table[TEXT].float())
     back = convert(str(ours / "theirs"), "dflash", tmp_path / "back", str(TARGET)).folder
     assert json.loads((back / "config.json").read_text())["dflash_config"]["target_layer_ids"] == ids
 
 
 @pytest.mark.full
-def test_they_number_what_enters_a_layer_of_transformers(tmp_path: Path) -> None:
-    told, states = read_states(block(tmp_path, dflash_config=inside(target_layer_ids=[-1, 0, 2, 3])))
+def test_layer_numbers_are_those_of_inputs_of_transformers_layers(tmp_path: Path) -> None:
+    numbers, states = read_states(block(tmp_path, dflash_config=inside(target_layer_ids=[-1, 0, 2, 3])))
     transformers = pytest.importorskip("transformers")
     inputs: list[Tensor] = []
     with unchecked(), torch.no_grad():
@@ -257,12 +268,12 @@ def test_they_number_what_enters_a_layer_of_transformers(tmp_path: Path) -> None
         for each in model.model.layers:
             each.register_forward_pre_hook(lambda _layer, read: inputs.append(read[0]))
         model(torch.tensor([TEXT]))
-    for place, number in enumerate(told):
+    for place, number in enumerate(numbers):
         torch.testing.assert_close(states[:, place], inputs[number][0], **CLOSE)
 
 
 @pytest.mark.parametrize(("kind", "format_name"), [("block", "dflash"), ("mtp", "mtp")])
-def test_what_is_trained_in_a_portable_form_is_written_for_the_package(
+def test_drafters_trained_in_a_portable_form_are_written_for_the_package(
     kind: str, format_name: str, tmp_path: Path
 ) -> None:
     taps = {"taps": "1,3"} if kind == "block" else {}
@@ -291,7 +302,7 @@ def test_a_portable_block_with_a_selector_has_no_confidence_head(tmp_path: Path)
 
 
 def changed(name: str, folder: Path, keys: dict[str, object]) -> Path:
-    """A copy of a checkpoint of the package with other fields, of the layer or of the whole."""
+    """A copy of a checkpoint of the package with changed config fields."""
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(FOLDER / name / "model.safetensors")
     config = json.loads((FOLDER / name / "config.json").read_text())
@@ -323,11 +334,11 @@ READ_REFUSALS: list[tuple[str, dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "told"), READ_REFUSALS, ids=str)
-def test_what_is_not_run_or_does_not_fit_is_refused_and_nothing_is_written(
-    name: str, keys: dict[str, object], told: str, tmp_path: Path
+@pytest.mark.parametrize(("name", "keys", "message"), READ_REFUSALS, ids=str)
+def test_unsupported_or_unfitting_checkpoints_are_refused_and_nothing_is_written(
+    name: str, keys: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         convert(str(changed(name, tmp_path / "in", keys)), format_of(name), tmp_path / "out", str(TARGET))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
@@ -354,12 +365,12 @@ WRITE_REFUSALS: list[tuple[Callable[..., Path], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "told"), WRITE_REFUSALS)
-def test_what_speculators_cannot_say_is_refused_and_nothing_is_written(
-    make: Callable[..., Path], options: dict[str, Any], told: str, tmp_path: Path
+@pytest.mark.parametrize(("make", "options", "message"), WRITE_REFUSALS)
+def test_drafters_that_speculators_cannot_express_are_refused_and_nothing_is_written(
+    make: Callable[..., Path], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     ours = make(tmp_path / "ours", **options)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         convert(str(ours), "speculators", tmp_path / "out", str(TARGET))
     if make is block:
         with pytest.raises(UnsupportedModel, match=r"the target's last layer .* name it with --model"):
@@ -367,7 +378,7 @@ def test_what_speculators_cannot_say_is_refused_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_embedding_of_its_own_must_be_the_targets(tmp_path: Path) -> None:
+def test_a_stored_embedding_must_equal_the_targets(tmp_path: Path) -> None:
     ours, table = block(tmp_path / "ours"), load_file(TARGET / "model.safetensors")[EMBEDDING]
     names = load_file(ours / "model.safetensors").keys()
     convert(str(rewritten(ours, {"embed_tokens.weight": table}, {})), "speculators", tmp_path / "out", str(TARGET))
@@ -377,17 +388,17 @@ def test_an_embedding_of_its_own_must_be_the_targets(tmp_path: Path) -> None:
         convert(str(ours), "speculators", tmp_path / "other", str(TARGET))
 
 
-def test_a_layer_without_embedding_and_head_is_given_its_targets(tmp_path: Path) -> None:
+def test_a_layer_without_embedding_and_head_is_written_with_its_targets(tmp_path: Path) -> None:
     ours = rewritten(eagle_of(TARGET, tmp_path / "ours", 512), {"lm_head.weight": None, "d2t": None}, {})
-    wanted = r"uses its target's embed_tokens.weight, lm_head.weight: name the target with --model"
-    with pytest.raises(UnsupportedModel, match=wanted):
+    message = r"uses its target's embed_tokens.weight, lm_head.weight: name the target with --model"
+    with pytest.raises(UnsupportedModel, match=message):
         convert(str(ours), "speculators", tmp_path / "out")
     convert(str(ours), "speculators", tmp_path / "out", str(TARGET))
     written, table = load_file(tmp_path / "out" / "model.safetensors"), load_file(TARGET / "model.safetensors")
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(written[name], table[EMBEDDING])
-    told = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert told["speculators_config"]["verifier"] == {
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"] == {
         "name_or_path": str(TARGET),
         "architectures": ["LlamaForCausalLM"],
     }

@@ -1,4 +1,4 @@
-"""Early exit against a checkpoint cut off at the exit, against plain decoding, and against reading everything again."""
+"""Early exit compared with a checkpoint cut off at the exit, with plain decoding, and with texts read at once."""
 
 import json
 import random
@@ -31,7 +31,7 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
-from heads.adapters import FORMATS, SHAPES, Benches, assert_same_guesses, plain, some_texts
+from heads.adapters import FORMATS, SHAPES, Benches, assert_same_drafts, plain, some_texts
 from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
 from kit.texts import VOCAB, random_text
@@ -41,7 +41,7 @@ LAYERS = 5
 
 
 def edited(source: Path, folder: Path, layers: int, quiet: int = LAYERS) -> Path:
-    """A checkpoint's first layers under its norm and head; those from `quiet` on add little to what is below them."""
+    """A checkpoint of the first layers with norm and head; layers from `quiet` on add little to their input."""
     folder.mkdir()
     copy(source / "tokenizer.json", folder)
     config = json.loads((source / "config.json").read_text())
@@ -58,7 +58,7 @@ def edited(source: Path, folder: Path, layers: int, quiet: int = LAYERS) -> Path
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose first layers know what it will say, as those of one that was trained for early exit do."""
+    """A model whose first layers predict its tokens, like those of a model trained for early exit."""
     return edited(TARGET, tmp_path_factory.mktemp("early") / "target", LAYERS, quiet=2)
 
 
@@ -70,16 +70,16 @@ def bench_of(target: Path) -> Benches:
 @pytest.mark.short("float32-1")
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("name", FORMATS)
-def test_it_guesses_what_a_checkpoint_cut_off_there_guesses(
+def test_drafts_are_those_of_a_checkpoint_cut_off_at_the_exit(
     bench_of: Benches, target: Path, name: str, layer: int, tmp_path: Path
 ) -> None:
-    """To the bit: the same chains and trees, confidence and laws, after any history."""
+    """To the bit: the same chains and trees, survival and laws, after any history."""
     rng, bench = random.Random(layer), bench_of(name)
     short = Blueprint.of(str(edited(target, tmp_path / "short", layer)), **number_format(name))
     runner = bench.with_cache(bench.runner, 2048)
     ours = DrafterWithTarget(runner, EarlyExitDrafter(runner, layer))
     theirs = ModelDrafter(short.load(2048), VOCAB)
-    assert assert_same_guesses(ours, theirs, rng, 12) > 30
+    assert assert_same_drafts(ours, theirs, rng, 12) > 30
 
 
 def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) -> Engine:
@@ -95,7 +95,7 @@ def engine_of(bench: Bench, layer: int, num_tokens: int = 2048, **options: int) 
 def test_tokens_keys_and_values_are_those_of_plain_decoding(
     bench_of: Benches, name: str, batch: int, layer: int
 ) -> None:
-    """Chains beside trees beside prompts in chunks, in a cache of which rows are sent back."""
+    """Chains and trees in batches with prompts in chunks, in a cache that is too small for all sequences."""
     bench = bench_of(name)
     for shapes in SHAPES:
         engine = engine_of(bench, layer, 256 if batch > 1 else 2048, max_num_seqs=batch, chunk_tokens=24)
@@ -107,7 +107,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
 
 @dataclass(slots=True)
 class Work:
-    """Passes of a decoder: how many tokens went through which layers."""
+    """Records for each pass of a decoder the number of tokens and the layers."""
 
     passes: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class Work:
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    """Counts what decoders read one pass at a time; a drafter's chains in one call are not seen."""
+    """Counts the passes of decoders; chains that a drafter draws in one call are not counted."""
     work, forward = Work(), Decoder.forward
 
     def counting(
@@ -133,8 +133,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
 
 @dataclass(slots=True)
-class Forgetful:
-    """A drafter that does not say what it has read."""
+class WithoutResume:
+    """A drafter that does not report the layers it has processed (`resume`)."""
 
     drafter: Drafter
 
@@ -146,7 +146,7 @@ class Forgetful:
 
 
 def recorded(engine: Engine) -> list[torch.Tensor]:
-    """The logits and states of all its passes, as they are made."""
+    """A list to which each pass of the engine appends its logits and states."""
     found: list[torch.Tensor] = []
     read = engine.runner.read
 
@@ -162,14 +162,14 @@ def recorded(engine: Engine) -> list[torch.Tensor]:
 @pytest.mark.short("bfloat16-mixed")
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
+def test_a_pass_resumed_at_the_exit_layer_gives_the_bits_of_a_full_pass(
     bench_of: Benches, name: str, shapes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, made = bench_of(name), []
-    for forgetful in (False, True):
+    for without_resume in (False, True):
         engine = engine_of(bench, 3, max_num_seqs=4, chunk_tokens=40)
-        if forgetful:
-            engine.drafter = Forgetful(engine.drafter)  # type: ignore[arg-type]
+        if without_resume:
+            engine.drafter = WithoutResume(engine.drafter)  # type: ignore[arg-type]
         texts, found = some_texts(bench, engine, 6, SHAPES[shapes]), recorded(engine)
         with watched(monkeypatch) as work:
             tokens = run(engine, texts)
@@ -182,10 +182,10 @@ def test_a_pass_that_goes_on_gives_the_bits_of_a_whole_one(
 
 
 @pytest.mark.parametrize("name", ["float32", "float32 by torch"])
-def test_what_the_drafter_has_read_is_not_read_again(
+def test_lower_layers_do_not_process_draft_tokens_again(
     bench_of: Benches, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round of two sequences, one drafted 4 deep, one 2: each last guess alone goes through the lower layers."""
+    """In a round of two sequences with depths 4 and 2, only each last draft token goes through the lower layers."""
     require_compiler()
     bench = bench_of(name)
     engine = engine_of(bench, 2)
@@ -199,12 +199,14 @@ def test_what_the_drafter_has_read_is_not_read_again(
         engine.step()
     assert work.passes[0] == (2, 0, 2)  # the roots, by the drafter
     assert work.passes[-2:] == [(2, 0, 2), (8, 2, 5)]
-    drafted = [(2, 0, 2), (1, 0, 2), (1, 0, 2)] if name.endswith("torch") else []  # else in one call, unseen
+    drafted = (
+        [(2, 0, 2), (1, 0, 2), (1, 0, 2)] if name.endswith("torch") else []
+    )  # else in one call, which is not counted
     assert work.passes[1:-2] == drafted
 
 
 class Pruning(FixedDepth):
-    """Admits less than was drafted: the last guess of every chain goes, or the first with all below it."""
+    """Removes the last draft token of every chain, or all of them."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -219,7 +221,9 @@ class Pruning(FixedDepth):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_changed_by_the_controller_is_processed_from_the_first_layer(
+    bench_of: Benches, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = bench_of("float32")
     engine = engine_of(bench, 2, max_num_seqs=3)
     engine.controller = Pruning(first)
@@ -228,7 +232,7 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
 
     def reading(reads: Sequence[Read], *rest: object) -> object:
         cache = engine.runner.cache
-        assert all(cache.tail(r.seq_id) == 0 for r in reads if r.seq_id in cache), "slots taken that nobody needs"
+        assert all(cache.tail(r.seq_id) == 0 for r in reads if r.seq_id in cache), "unused slots are taken"
         return read(reads, *rest)  # type: ignore[arg-type]
 
     engine.runner.read = reading  # type: ignore[assignment,method-assign]
@@ -238,14 +242,14 @@ def test_a_draft_that_is_cut_is_read_anew(bench_of: Benches, first: bool, monkey
     assert (engine.stats.num_drafted > 0) != first
 
 
-def test_want_of_room_makes_drafts_shallower(bench_of: Benches) -> None:
-    """Of a cache with room for so many tokens more, alone and beside another sequence."""
+def test_with_too_little_cache_drafts_are_shallower(bench_of: Benches) -> None:
+    """In a cache with space for `left` more tokens, alone and with another sequence."""
     bench, text = bench_of("float32"), random_text(60, 0)
     for left in range(0, 7):
         target = Runner.of(bench.runner.decoder, len(text) - 1 + left, block_size=1)
         drafter = EarlyExitDrafter(target, 2)
-        beside = DrafterWithTarget(target, drafter)
-        beside.observe(committed([Row(0, text)]))
+        with_target = DrafterWithTarget(target, drafter)
+        with_target.observe(committed([Row(0, text)]))
         for budget in (Budget(5), Budget(3, 2, 6)):
             tree = drafter.propose(draws_of([Row(0, text)], VOCAB, temperature=1.0), [budget]).tree
             target.drop([0])
@@ -253,15 +257,15 @@ def test_want_of_room_makes_drafts_shallower(bench_of: Benches) -> None:
             assert target.cache.num_free_tokens == left
             target.cache.check()
     target = Runner.of(bench.runner.decoder, 2 * len(text) - 1, block_size=1)
-    beside = DrafterWithTarget(target, EarlyExitDrafter(target, 2))
+    with_target = DrafterWithTarget(target, EarlyExitDrafter(target, 2))
     rows = [Row(0, text), Row(1, text)]
-    beside.observe(committed(rows))
-    tree = beside.propose(draws_of(rows, VOCAB), [Budget(5), Budget(5)]).tree
-    assert tree.depths().max(1).values.tolist() == [1, 0]  # the youngest is left out
+    with_target.observe(committed(rows))
+    tree = with_target.propose(draws_of(rows, VOCAB), [Budget(5), Budget(5)]).tree
+    assert tree.depths().max(1).values.tolist() == [1, 0]  # the youngest gets no draft
     assert target.cache.num_free_tokens == 1
 
 
-def test_a_request_whose_code_fails_while_it_is_drafted_hurts_nobody(bench_of: Benches) -> None:
+def test_a_logits_processor_that_fails_once_while_drafting_changes_no_answer(bench_of: Benches) -> None:
     bench, calls = bench_of("float32"), []
 
     def fails(text: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -280,7 +284,7 @@ def test_a_request_whose_code_fails_while_it_is_drafted_hurts_nobody(bench_of: B
     assert not engine.drafter.lower.tails  # type: ignore[union-attr]
 
 
-def test_an_engine_on_another_runner_does_without_and_says_so(
+def test_an_engine_with_another_runner_disables_the_drafter_with_a_warning(
     bench_of: Benches, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = bench_of("float32")
@@ -310,7 +314,7 @@ def test_layers_are_shared_not_copied(bench_of: Benches) -> None:
     assert torch.equal(lower.logits, target.decoder.logits(whole.taps[2:, 0]))
 
 
-def test_its_name_has_nothing_of_the_folder_it_is_called_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_label_does_not_depend_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert draft_label("early-exit:2") == "early-exit:2"

@@ -1,4 +1,4 @@
-"""A kind of heads stands in its folder and in one table: its names are nowhere else, and its signs are its own."""
+"""Code of a kind of heads is in its folder and one table: its names occur nowhere else, and folders are recognised."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ from forerun.models.bundled import BUNDLED_HEADS
 from forerun.train.kinds import KINDS
 
 SRC = Path(__file__).parents[2] / "src" / "forerun"
-NAMES = {  # of tensors and of keys of config.json, which no other kind has
+NAMES = {  # tensor names and keys of config.json that no other kind has
     "adapter": {"exit_layer"},
     "block": {"dflash_config", "target_layer_ids", "mask_embedding", "markov_head", "candidate_selector"},
     "eagle": {"eagle_aux_hidden_state_layer_ids", "midlayer", "mask_hidden", "fc_norm."},
@@ -22,12 +22,12 @@ NAMES = {  # of tensors and of keys of config.json, which no other kind has
     "mtp": {"mtp_num_hidden_layers", "num_mtp_layers"},
 }
 
-IN_GGUF = {"eagle": {"models/gguf/config.py", "models/gguf/tensors.py"}}  # which give files' names those of folders
+IN_GGUF = {"eagle": {"models/gguf/config.py", "models/gguf/tensors.py"}}  # which map names in files to names in folders
 
 
 @cache
 def texts(path: Path) -> set[str]:
-    """The texts of a module, docstrings left out."""
+    """The string constants of a module, without docstrings."""
     nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     constants = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone)
@@ -35,7 +35,7 @@ def texts(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_the_names_of_a_kind_stand_in_the_files_that_read_and_write_its_folders(kind: str) -> None:
+def test_names_of_a_kind_occur_only_in_files_that_read_and_write_its_folders(kind: str) -> None:
     places = {
         path.relative_to(SRC).as_posix()
         for path in SRC.rglob("*.py")
@@ -46,7 +46,7 @@ def test_the_names_of_a_kind_stand_in_the_files_that_read_and_write_its_folders(
 
 
 def test_a_tensor_of_a_kind_is_named_in_one_file() -> None:
-    """Those of a target too; what two kinds call alike, each names for itself. `.weight` alone ends names of parts."""
+    """Tensors of a target, too; names that two kinds share occur in both. `.weight` alone ends names of parts."""
     places: dict[tuple[str, str], set[str]] = {}
     for path in SRC.rglob("*.py"):
         place = path.relative_to(SRC).as_posix()
@@ -59,7 +59,7 @@ def test_a_tensor_of_a_kind_is_named_in_one_file() -> None:
     assert files <= {f"heads/{kind}/{file}.py" for kind in NAMES for file in ("format", "convert")}
 
 
-def test_every_kind_drafts_and_is_trained_and_knows_its_folders_from_those_of_others() -> None:
+def test_every_kind_has_a_drafter_and_a_student_and_recognises_only_its_folders() -> None:
     assert HEADS.keys() <= PLANNERS.keys() & KINDS.keys()
     signs = {kind: each.parts.signs for kind, each in HEADS.items()}
     for folder in BUNDLED_HEADS.values():

@@ -1,4 +1,4 @@
-"""What all kinds of heads claim: guesses as their papers define them, trees that bring more, folders that must fit."""
+"""Laws of all kinds of heads: drafts as their papers define them, trees with more accepted tokens, folders that fit."""
 
 from collections.abc import Callable
 from functools import cache
@@ -30,7 +30,7 @@ from models.test_gguf import metadata_of
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder of each form, made once."""
+    """A function that gives the folder of a form, made once."""
     folder = tmp_path_factory.mktemp("heads")
     return cache(lambda form: FORMS[form].make(folder / form))
 
@@ -49,7 +49,7 @@ def test_an_engines_acceptance_is_that_of_the_reference_at_its_roots(
     assert assert_acceptance(TARGET, llm, own.depth, GREEDY, own.reference(folder)) > own.least
 
 
-IN_GGUF = {  # of an EAGLE-3 layer's tensors, as llama.cpp's converter has them
+IN_GGUF = {  # names of an EAGLE-3 layer's tensors by llama.cpp's converter
     "fc": "fc",
     "norm": "output_norm",
     "lm_head": "output",
@@ -66,7 +66,7 @@ IN_GGUF = {  # of an EAGLE-3 layer's tensors, as llama.cpp's converter has them
 }
 
 
-USUAL = {  # where a folder does not say
+USUAL = {  # defaults of fields that a folder lacks
     "model_type": "llama",
     "num_hidden_layers": 1,
     "max_position_embeddings": 512,
@@ -76,7 +76,7 @@ USUAL = {  # where a folder does not say
 
 
 def write_eagle_gguf(folder: Path, path: Path) -> Path:
-    """The EAGLE-3 layer of a folder as a file: the head's ids are the target's there, neighbours turn together."""
+    """Write a folder's EAGLE-3 layer as a GGUF file: head ids are the target's, and rotary pairs are neighbours."""
     config: dict[str, Any] = read_json(folder / "config.json")
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     writer = GGUFWriter(path, "eagle3")
@@ -102,7 +102,7 @@ def opened(folder: Path) -> HeadFolder:
     return HeadFolder.at(folder, str(folder), Blueprint.of(str(TARGET), dtype="float32"))
 
 
-def test_an_eagle_3_layer_in_a_gguf_file_guesses_as_the_folders(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_eagle_3_layer_in_a_gguf_file_drafts_as_in_its_folder(made: Callable[[str], Path], tmp_path: Path) -> None:
     folder = made("eagle-3")
     file = write_eagle_gguf(folder, tmp_path / "eagle.gguf")
     found = [num_accepted(TARGET, f"eagle:{each}", 4, GREEDY) for each in (folder, file)]
@@ -114,9 +114,7 @@ def test_an_eagle_3_layer_in_a_gguf_file_guesses_as_the_folders(made: Callable[[
 
 @pytest.mark.short("medusa", "eagle-3")
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "adapter"])
-def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left(
-    form: str, made: Callable[[str], Path]
-) -> None:
+def test_trees_change_no_token_have_more_accepted_and_leave_no_state(form: str, made: Callable[[str], Path]) -> None:
     depth = FORMS[form].depth
     shapes = {
         "chain": Speculation(depth),
@@ -128,13 +126,13 @@ def test_trees_of_any_form_are_plain_and_accepted_more_often_and_nothing_is_left
     assert accepted["tree"] > 1.1 * accepted["chain"] > 0
 
 
-def with_tables(own: dict[str, Tensor], table: Tensor) -> dict[str, Tensor | None]:
-    """The target's embedding and head, as the folder's own."""
+def with_tables(tensors: dict[str, Tensor], table: Tensor) -> dict[str, Tensor | None]:
+    """The target's embedding and head, as tensors of the folder."""
     return {"embed_tokens.weight": table, "lm_head.weight": table.clone()}
 
 
-def with_another_place(own: dict[str, Tensor], table: Tensor) -> dict[str, Tensor | None]:
-    """The layer under another name, an embedding, and the table of ids that other programs read."""
+def with_another_place(tensors: dict[str, Tensor], table: Tensor) -> dict[str, Tensor | None]:
+    """The layer under another name, an embedding, and the table of ids for other programs."""
     layer = {name: tensor for name, tensor in own.items() if name.startswith("mid")}
     moved = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layer.items()}
     mask = torch.zeros(512, dtype=torch.bool).index_fill_(0, torch.arange(400) + own["d2t"], True)
@@ -142,7 +140,7 @@ def with_another_place(own: dict[str, Tensor], table: Tensor) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize(("form", "change"), [("dspark", with_tables), ("eagle-3", with_another_place)])
-def test_what_a_folder_has_of_the_targets_and_other_names_change_nothing(
+def test_tables_of_the_target_and_other_names_in_a_folder_change_nothing(
     form: str,
     change: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor | None]],
     made: Callable[[str], Path],
@@ -156,7 +154,7 @@ def test_what_a_folder_has_of_the_targets_and_other_names_change_nothing(
 
 @pytest.mark.parametrize("num_ids", [512, 200, -512])
 def test_a_layer_without_a_head_uses_the_targets(num_ids: int, made: Callable[[str], Path], tmp_path: Path) -> None:
-    """The target's whole head, or its rows for the tokens that `d2t` names, which may be all in another order."""
+    """The target's entire head, or its rows for the tokens in `d2t`, which may be all in another order."""
     ids, in_order = torch.arange(512)[-abs(num_ids) :], num_ids > 0
     ids, num_ids = (ids, num_ids) if in_order else (ids.flip(0), -num_ids)
     head, offsets = load_file(TARGET / "model.safetensors")[EMBEDDING][ids], ids - torch.arange(num_ids)
@@ -168,14 +166,14 @@ def test_a_layer_without_a_head_uses_the_targets(num_ids: int, made: Callable[[s
     assert own == same
 
 
-def test_the_first_token_may_be_that_of_masked_places(tmp_path: Path) -> None:
+def test_token_0_may_be_the_mask_token(tmp_path: Path) -> None:
     folder = HeadFolder.at(
         eagle_of(TARGET, tmp_path, mask_token_id=0), "masked", Blueprint.of(str(TARGET), dtype="float32")
     )
     assert EagleBlueprint.of(folder).tensors.form.mask_token == 0
 
 
-TAPS = [0, 2, 4]  # that block drafters of the tests read
+TAPS = [0, 2, 4]  # of block drafters in tests
 MASK = {"mask_hidden": torch.zeros(1, 1, 192)}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 32, "layer_types": ["sliding_attention"] * 2}
 NO_MARKOV = {"markov_rank": 0}
@@ -258,17 +256,17 @@ REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[Mode
 ]
 
 
-@pytest.mark.parametrize(("form", "keys", "tensors", "error", "told"), REFUSALS)
-def test_what_does_not_fit_is_refused(
+@pytest.mark.parametrize(("form", "keys", "tensors", "error", "message"), REFUSALS)
+def test_folders_that_do_not_fit_the_target_are_refused(
     form: str,
     keys: dict[str, object],
     tensors: dict[str, Tensor | None],
     error: type[ModelError],
-    told: str,
+    message: str,
     made: Callable[[str], Path],
     tmp_path: Path,
 ) -> None:
     target = Blueprint.of(str(TARGET), dtype="float32")
     draft = FORMS[form].spelled.format(rewritten(made(form), tensors, keys, tmp_path))
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         plan_drafter(draft, DraftContext(target, target.tokenizer()))

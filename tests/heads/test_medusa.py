@@ -1,4 +1,4 @@
-"""Medusa heads: rows that do not depend on each other, heads that add nothing, and what they take in memory."""
+"""Medusa heads: independence of rows, heads that add nothing, and their memory."""
 
 import json
 from dataclasses import replace
@@ -27,14 +27,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def silent(folder: Path, num_heads: int = 2, **keys: object) -> Path:
-    """Heads that add nothing to the state, with the target's output matrix."""
+    """Heads that add nothing to the state and have the target's output matrix."""
     tensors = {f"{head}.0.linear.weight": torch.zeros(HIDDEN, HIDDEN) for head in range(num_heads)}
     tensors |= {f"{head}.0.linear.bias": torch.zeros(HIDDEN) for head in range(num_heads)}
     return written_heads(folder, tensors, num_heads, **keys)
 
 
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {}, {"quantize": "int8"}, {"dtype": "bfloat16"}])
-def test_heads_of_zeros_say_what_the_target_says(options: dict[str, str], tmp_path: Path) -> None:
+def test_heads_of_zeros_have_the_targets_logits(options: dict[str, str], tmp_path: Path) -> None:
     target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
     runner = target.load(1024)
     heads = MedusaBlueprint.of(HeadFolder.at(silent(tmp_path), "silent", target)).build(0, runner).heads
@@ -57,7 +57,7 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, rows: int) -> None:
         assert torch.equal(heads.logits(2, some[i : i + 1], tokens[i : i + 1])[0], together[i])
 
 
-def test_heads_have_no_cache_in_the_plan_and_may_lie_in_several_files(folder: Path, tmp_path: Path) -> None:
+def test_heads_need_no_cache_and_may_be_stored_in_several_files(folder: Path, tmp_path: Path) -> None:
     tensors, config = load_file(folder / "model.safetensors"), (folder / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
     names = sorted(tensors)

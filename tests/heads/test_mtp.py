@@ -1,4 +1,4 @@
-"""MTP drafters, guess by guess: against a reference written out from the papers, and transformers' own modules."""
+"""MTP drafters, token by token: compared with a reference from the papers, and with transformers' modules."""
 
 import logging
 import shutil
@@ -37,21 +37,21 @@ from models.test_gguf_files import vocabulary
 
 LAYERS, HEADS, KV_HEADS, DEPTH = 5, 8, 4, 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-Proposals = list[tuple[list[int], list[int]]]  # a text up to its root, and the chain that was guessed behind it
+Proposals = list[tuple[list[int], list[int]]]  # a text up to its root, and the chain drafted after it
 
 
 def layer_output(w: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
-    """A decoder layer over a whole text."""
+    """A decoder layer over an entire text."""
     inner = rms_norm(x, w[f"{place}input_layernorm.weight"])
     return with_mlp(w, place, x + attention(w, place, inner, HEADS, KV_HEADS))
 
 
-def reference_guesses(
+def reference_chain(
     w: dict[str, Tensor], naming: str, count: int, text: Sequence[int], states: Tensor, depth: int
 ) -> list[int]:
-    """The likeliest chain behind `text`, whose last token the target has not read; `states` are behind all others.
+    """The likeliest chain after `text`; `states` are the target's states of all its tokens but the last.
 
-    Module k reads, at every place, the token k + 1 places further on beside the output of the module before.
+    Module k reads, at every position, the token k + 1 positions further on and the output of the module before.
     """
     whole, places, table = list(text), len(text) - 1, w["model.embed_tokens.weight"]
     for step in range(depth):
@@ -68,7 +68,7 @@ def reference_guesses(
 
 
 def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Proposals:
-    """What a chain drafter will have proposed."""
+    """A list to which the chain drafter's proposals are appended."""
     found: Proposals = []
     assert isinstance(llm.drafter, MtpDrafter)
     plain = llm.drafter.propose
@@ -93,20 +93,20 @@ CASES = [
 
 @pytest.mark.short("deepseek-3-True-auto")
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.full)])
-@pytest.mark.parametrize(("naming", "count", "own"), CASES)
-def test_every_guess_is_that_of_the_reference(
-    naming: str, count: int, own: bool, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("naming", "count", "own_tables"), CASES)
+def test_every_chain_is_that_of_the_reference(
+    naming: str, count: int, own_tables: bool, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In rounds of an engine, at whatever roots they begin, also beyond the modules' number and near a text's start."""
+    """In rounds of an engine, from any root, also deeper than there are modules, and near a text's start."""
     folder = shipped_with(TARGET, tmp_path / "target", count, naming)
-    if own:  # embeddings and heads that are no copies of the target's
+    if own_tables:  # embeddings and heads that are no copies of the target's
         stored = load_file(folder / "model.safetensors")
         tables = ("head.head.weight", f"{LAYERS + 1}.embed_tokens.weight")
         ours = {n: t for n, t in stored.items() if n.endswith(tables)}
         rewritten(folder, {n: t + 0.3 * t.roll(1, 0) for n, t in ours.items()}, {})
     options: dict[str, Any] = {"dtype": "float32", "kernels": kernels, "speculation": Speculation(DEPTH)}
     llm = LLM(str(folder), "mtp", chunk_tokens=5, **options)
-    found, weights, guessed = watched(llm, monkeypatch), load_file(folder / "model.safetensors"), 0
+    found, weights, num_drafted = watched(llm, monkeypatch), load_file(folder / "model.safetensors"), 0
     answers = llm.generate([*STARTS[:3], [1]], GREEDY)
     runner, states = Blueprint.of(str(TARGET), dtype="float32").load(1024), {}
     for number, answer in enumerate(answers):
@@ -114,11 +114,11 @@ def test_every_guess_is_that_of_the_reference(
         taps = runner.read([Read(number, text)], taps=(-1,)).taps
         assert taps is not None
         states[tuple(text)] = taps[:, 0]
-    for text, guesses in found:
-        own_states = next(s for whole, s in states.items() if list(whole[: len(text)]) == text)
-        assert guesses == reference_guesses(weights, naming, count, text, own_states[: len(text) - 1], len(guesses))
-        guessed += len(guesses)
-    assert guessed > 200
+    for text, chain in found:
+        states_of_text = next(s for whole, s in states.items() if list(whole[: len(text)]) == text)
+        assert chain == reference_chain(weights, naming, count, text, states_of_text[: len(text) - 1], len(chain))
+        num_drafted += len(chain)
+    assert num_drafted > 200
     assert llm.stats.num_accepted > 0.15 * llm.stats.num_drafted / DEPTH
     llm.close()
 
@@ -178,7 +178,7 @@ QWEN = {
         pytest.param("qwen3", 2, "deepseek", marks=pytest.mark.full),
     ],
 )
-def test_guesses_and_logits_are_those_of_transformers_own_modules(
+def test_chains_and_logits_are_those_of_transformers_modules(
     family: str, count: int, naming: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as there are modules: transformers does not go on beyond their number."""
@@ -187,30 +187,30 @@ def test_guesses_and_logits_are_those_of_transformers_own_modules(
     llm = LLM(str(tmp_path), "mtp", dtype="float32", speculation=Speculation(count), max_model_len=128)
     found, judged = watched(llm, monkeypatch), list[Tensor]()
     plain = MtpDecoder.logits
-    monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, where logits are seen
+    monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, so that logits are recorded
 
-    def judging(own: MtpDecoder, hidden: Tensor) -> Tensor:
-        judged.append(plain(own, hidden))
+    def judging(decoder: MtpDecoder, hidden: Tensor) -> Tensor:
+        judged.append(plain(decoder, hidden))
         return judged[-1]
 
     monkeypatch.setattr(MtpDecoder, "logits", judging)
     llm.generate([[7, 300, 12, 45, 9, 400, 33]], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
     llm.close()
     ours = iter(judged)
-    for text, guesses in found:
+    for text, chain in found:
         with torch.no_grad():
             states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
-            told, logits, _ = theirs(
+            expected, logits, _ = theirs(
                 torch.tensor([text[1:]]),
                 states,
                 attention_mask=None,
                 position_ids=torch.arange(1, len(text))[None],
                 mtp_cache=MtpCache(config=theirs.config),
             )
-        assert guesses == told[0, : len(guesses)].tolist()
-        for depth in range(len(guesses)):
+        assert chain == expected[0, : len(chain)].tolist()
+        for depth in range(len(chain)):
             assert torch.allclose(next(ours)[0], logits[0, depth], atol=2e-3)
-    assert sum(len(guesses) for _, guesses in found) > 15 * count
+    assert sum(len(chain) for _, chain in found) > 15 * count
 
 
 @pytest.mark.parametrize("naming", NAMES)
@@ -225,7 +225,7 @@ def test_a_target_with_modules_loads_as_the_same_one_without(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_layers_behind_the_last_one_that_are_no_modules_are_still_told(
+def test_unused_layers_that_are_no_modules_are_still_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = shipped_with(TARGET, tmp_path / "target", 1, "deepseek")
@@ -248,29 +248,29 @@ FAULTS: list[tuple[str, dict[str, Tensor | None], dict[str, object], type[ModelE
     ("qwen", {}, {"mtp_num_hidden_layers": "two"}, UnsupportedModel, "mtp_num_hidden_layers is 'two'"),
     ("qwen", {"mtp.fc.weight": MATRIX}, {}, WrongShape, "mtp.fc.weight has shape"),
     ("qwen", {"mtp.hc_head.weight": NORM}, {}, UnsupportedModel, "mtp.hc_head.weight does not belong"),
-    ("qwen", {f"mtp.layers.0.{Q_PROJ}.weight": WIDE}, {}, WrongShape, "q_proj"),  # with gates, which none computes
+    ("qwen", {f"mtp.layers.0.{Q_PROJ}.weight": WIDE}, {}, WrongShape, "q_proj"),  # with gates, which no module supports
     ("deepseek", {f"{BEHIND}.bias": NORM}, {}, UnsupportedModel, "q_proj.bias does not belong"),
     ("", {"mtp.0.e_proj.weight": MATRIX}, {NUM: 2}, MissingWeights, "no tensor mtp.fc.weight"),  # DeepSeek-V4's
     ("", {}, {NUM: 0}, UnsupportedModel, "ships no MTP modules"),
 ]
 
 
-@pytest.mark.parametrize(("naming", "tensors", "keys", "error", "told"), FAULTS)
-def test_what_does_not_fit_is_refused_by_name(
+@pytest.mark.parametrize(("naming", "tensors", "keys", "error", "message"), FAULTS)
+def test_modules_that_do_not_fit_are_refused_by_name(
     naming: str,
     tensors: dict[str, Tensor | None],
     keys: dict[str, object],
     error: type[ModelError],
-    told: str,
+    message: str,
     tmp_path: Path,
 ) -> None:
     place = tmp_path / "target"
     folder = shipped_with(TARGET, place, 2, naming) if naming else Path(shutil.copytree(TARGET, place))
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         LLM(str(rewritten(folder, tensors, keys)), "mtp", dtype="float32")
 
 
-def test_a_folder_of_modules_drafts_as_those_that_ship_and_must_be_for_the_target(tmp_path: Path) -> None:
+def test_a_folder_of_modules_drafts_as_those_in_the_target_and_must_fit_it(tmp_path: Path) -> None:
     counts = []
     for number, naming in enumerate(NAMES):
         inside = shipped_with(TARGET, tmp_path / f"{number}", 2, naming)
@@ -288,7 +288,7 @@ def test_a_folder_of_modules_drafts_as_those_that_ship_and_must_be_for_the_targe
 
 
 @pytest.mark.parametrize(("architecture", "family", "count"), [("glm4", "Glm4", 1), ("qwen3", "Qwen3", 2)])
-def test_modules_in_a_gguf_file_are_those_of_its_folder_and_what_auto_takes(
+def test_modules_in_a_gguf_file_draft_as_in_the_folder_and_are_chosen_by_auto(
     architecture: str, family: str, count: int, tmp_path: Path
 ) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4} | ({"partial_rotary_factor": 0.5} if count == 1 else {})

@@ -1,6 +1,6 @@
-"""What drafters in training have of their target is what its decoder has, for every family.
+"""Drafters in training use the same tables and layers of the target as its decoder does, for every family.
 
-Tables of families that scale, centre, shift or bound them too; and layers, or they are refused by the family's name.
+Also for families that scale, centre, shift or bound their tables; layers that cannot be used are refused by name.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_a_stack_computes_what_the_decoder_computes_or_is_refused(architecture: 
 
 @pytest.mark.short("Gemma2*", "Granite*", "Starcoder2*")
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_tables_are_the_decoders_own_and_some_rows_of_its_head_give_what_all_do(
+def test_tables_are_those_of_the_decoder_and_a_part_of_the_head_has_its_logits(
     architecture: str, tmp_path: Path
 ) -> None:
     folder = write_architecture(tmp_path, architecture, embedding_multiplier=3.0, logits_scaling=4.0)

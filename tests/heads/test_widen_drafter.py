@@ -1,4 +1,4 @@
-"""A drafter widened with its target guesses what it guessed before, kind by kind, for every way of growing."""
+"""A drafter that is widened with its target drafts the same as before, for every kind and way of widening."""
 
 import shutil
 from collections.abc import Callable
@@ -46,7 +46,7 @@ PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos=True) 
 
 
 def counts(model: Path, draft: str, shape: Speculation) -> tuple[list[list[int]], int, list[int]]:
-    """Answers, how much was drafted, and how much of it was accepted at each depth."""
+    """Answers, the number of draft tokens, and the accepted ones at each depth."""
     llm = LLM(str(model), draft, dtype="float32", speculation=shape)
     answers = [r.outputs[0].token_ids for params in PARAMS for r in llm.generate(list(STARTS[:3]), params)]
     return answers, llm.stats.num_drafted, list(llm.stats.accepted_at_depth)
@@ -69,7 +69,7 @@ CASES = [
 
 @pytest.mark.short("eagle-3-by no power of 4")
 @pytest.mark.parametrize(("kind", "way"), CASES)
-def test_the_guesses_are_those_of_the_source(
+def test_a_widened_drafter_drafts_the_same_as_its_source(
     kind: str, way: str, wide_targets: Callable[[str], Path], tmp_path: Path
 ) -> None:
     draft, wide = MAKERS[kind](tmp_path / "narrow"), wide_targets(way)
@@ -87,10 +87,10 @@ def test_the_guesses_are_those_of_the_source(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["hydra", "eagle-3", "early-exit", "dspark", "mtp"])
-def test_a_wrong_widening_guesses_otherwise(
+def test_a_wrong_widening_is_noticed(
     kind: str, wide_targets: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each kind is caught where what it adds to a stream leaks into the channels that must stay 0."""
+    """For each kind, an output that leaks into channels that must stay 0 is noticed."""
     draft, wide = MAKERS[kind](tmp_path / "narrow"), wide_targets("exact")
     plain = module.planned
 
@@ -105,7 +105,7 @@ def test_a_wrong_widening_guesses_otherwise(
     shutil.rmtree(wide / spec.name)
 
 
-def test_a_record_goes_along_without_times_and_auto_finds_it(
+def test_the_record_is_copied_without_times_and_auto_finds_it(
     wide_targets: Callable[[str], Path], tmp_path: Path
 ) -> None:
     draft, wide = MAKERS["early-exit"](tmp_path / "narrow"), wide_targets("exact")
@@ -122,7 +122,7 @@ def test_a_record_goes_along_without_times_and_auto_finds_it(
     shutil.rmtree(wide / "early-exit")
 
 
-def test_what_cannot_be_widened_is_refused(wide_targets: Callable[[str], Path], tmp_path: Path) -> None:
+def test_drafters_that_cannot_be_widened_are_refused(wide_targets: Callable[[str], Path], tmp_path: Path) -> None:
     wide, way = wide_targets("exact"), WAYS["exact"]
     for draft in ("suffix", f"model:{TARGET}", "medusa"):
         with pytest.raises(InvalidRequest, match=r"reads no states of the target: widen one of .*eagle, block"):

@@ -1,4 +1,4 @@
-"""Trained drafters for tests, with no training: output matrices fitted by least squares to what the target says."""
+"""Drafters for tests that act as trained ones: output matrices are fitted by least squares to the target's texts."""
 
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from kit.texts import STARTS
 
 @cache
 def texts(source: Path) -> list[list[int]]:
-    """What the target writes."""
+    """Texts of the target."""
     params = [SamplingParams(temperature=t, seed=t, max_tokens=150, ignore_eos=True) for t in (0, 1) for _ in STARTS]
     found = LLM(str(source), dtype="float32").generate([*STARTS, *STARTS], params)
     return [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in found]
@@ -32,7 +32,7 @@ def texts(source: Path) -> list[list[int]]:
 
 @cache
 def states(source: Path) -> list[Tensor]:
-    """Its last states in these texts, behind the final norm."""
+    """The target's last states in these texts, after the final norm."""
     runner = Blueprint.of(str(source), dtype="float32").load(4096)
     found = []
     for seq_id, text in enumerate(texts(source)):
@@ -44,12 +44,12 @@ def states(source: Path) -> list[Tensor]:
 
 
 def written_heads(folder: Path, tensors: dict[str, Tensor], num_heads: int, **keys: object) -> Path:
-    """A folder of heads."""
+    """Write a folder of heads."""
     return written(folder, {"medusa_num_heads": num_heads, **keys}, tensors)
 
 
 def heads_of(source: Path, folder: Path, num_heads: int, hydra: bool = False) -> Path:
-    """Heads that are right now and then."""
+    """Heads some of whose draft tokens are accepted."""
     target = Blueprint.of(str(source), dtype="float32")
     embedding = target.load(64).decoder.embedding
     hidden, vocab = target.config.hidden, target.config.vocab_size
@@ -57,7 +57,7 @@ def heads_of(source: Path, folder: Path, num_heads: int, hydra: bool = False) ->
     for head in range(num_heads):
         pairs = list(zip(texts(source), states(source), strict=True))
         x = torch.cat([own[: len(text) - 2 - head] for text, own in pairs])
-        wanted = torch.cat([torch.tensor(text[2 + head :]) for text, _ in pairs])
+        next_tokens = torch.cat([torch.tensor(text[2 + head :]) for text, _ in pairs])
         if hydra:
             seen = torch.cat([embedding[torch.tensor(text[1 + head : -1])] for text, _ in pairs])
             entry = torch.zeros(hidden, (2 + head) * hidden)
@@ -65,7 +65,7 @@ def heads_of(source: Path, folder: Path, num_heads: int, hydra: bool = False) ->
             tensors[f"{head}.in.weight"], x = entry, x + 8 * seen
         tensors[f"{head}.0.linear.weight"] = torch.zeros(hidden, hidden)
         tensors[f"{head}.0.linear.bias"] = torch.zeros(hidden)
-        sought = 20 * torch.nn.functional.one_hot(wanted, vocab).float()
+        sought = 20 * torch.nn.functional.one_hot(next_tokens, vocab).float()
         tensors[f"{head}.1.weight"] = torch.linalg.lstsq(x, sought).solution.T
     return written_heads(folder, tensors, num_heads, hydra=hydra)
 
@@ -74,30 +74,30 @@ def eagle_of(source: Path, folder: Path, num_ids: int = 400, **keys: object) -> 
     """An EAGLE-3 layer of random weights, over the most frequent tokens, whose head is fitted to its outputs."""
     target = Blueprint.of(str(source), dtype="float32")
     hidden, vocab = target.config.hidden, target.config.vocab_size
-    said = torch.tensor([token for text in texts(source) for token in text])
-    ids = torch.bincount(said, minlength=vocab).argsort(descending=True, stable=True)[:num_ids].sort().values
+    corpus = torch.tensor([token for text in texts(source) for token in text])
+    ids = torch.bincount(corpus, minlength=vocab).argsort(descending=True, stable=True)[:num_ids].sort().values
     config = EAGLE_CONFIG | {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": num_ids} | keys
     tensors = {"d2t": ids - torch.arange(num_ids), "lm_head.weight": torch.zeros(num_ids, hidden)}
     written_eagle(folder, config, tensors, target.config)
     blueprint, host = EagleBlueprint.of(HeadFolder.at(folder, str(folder), target)), target.load(4096)
     layers = blueprint.load(512, host.decoder)
     runner = Runner.of(layers, 4096)
-    outputs, wanted = [], []
+    outputs, next_tokens = [], []
     for seq_id, text in enumerate(texts(source)):
         taps = host.read([Read(seq_id, text)], taps=blueprint.tensors.form.taps).taps
         assert taps is not None
         read = runner.read([Read(seq_id, text[1:-1])], inputs=layers.fuse(taps[:-2]))
         outputs.append(layers.head_inputs(read.hidden))
-        wanted.append(torch.tensor(text[2:]))
+        next_tokens.append(torch.tensor(text[2:]))
         host.release([seq_id])
         runner.release([seq_id])
-    sought = 20 * (torch.cat(wanted)[:, None] == ids).float()
+    sought = 20 * (torch.cat(next_tokens)[:, None] == ids).float()
     tensors["lm_head.weight"] = torch.linalg.lstsq(torch.cat(outputs), sought).solution.T
     return written_eagle(folder, config, tensors, target.config)
 
 
 def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object) -> Path:
-    """An EAGLE-1 layer, whose map is fitted to the target's next state, with a little of a random layer behind it."""
+    """An EAGLE-1 layer, whose map is fitted to the target's next state, followed by a random layer of small weights."""
     target = Blueprint.of(str(source), dtype="float32")
     hidden, embedding = target.config.hidden, target.load(64).decoder.embedding
     pairs = list(zip(texts(source), states(source), strict=True))
@@ -114,17 +114,17 @@ def first_eagle_of(source: Path, folder: Path, bias: bool = True, **keys: object
 
 
 def block_of(source: Path, folder: Path, num_ids: int = 0, **keys: object) -> Path:
-    """A block drafter of random layers that is right now and then: what stands on their states is fitted.
+    """A block drafter of random layers some of whose draft tokens are accepted: what reads its states is fitted.
 
-    This is the Markov head or the selector, or with `num_ids` a head of its own over the most frequent tokens.
+    That is the Markov head or the selector, or with `num_ids` its own head over the most frequent tokens.
     """
     target, dice = Blueprint.of(str(source), dtype="float32"), torch.Generator().manual_seed(1)
     config = BLOCK_CONFIG | {"hidden_size": target.config.hidden, "vocab_size": target.config.vocab_size} | keys
-    said = torch.tensor([token for text in texts(source) for token in text])
+    corpus = torch.tensor([token for text in texts(source) for token in text])
     ids = torch.arange(target.config.vocab_size)
     tensors = {"norm.weight": torch.full((target.config.hidden,), 0.2)}
     if num_ids:
-        ids = torch.bincount(said, minlength=len(ids)).argsort(descending=True, stable=True)[:num_ids].sort().values
+        ids = torch.bincount(corpus, minlength=len(ids)).argsort(descending=True, stable=True)[:num_ids].sort().values
         config["draft_vocab_size"] = num_ids
         tensors["d2t"] = ids - torch.arange(num_ids)
         tensors["lm_head.weight"] = torch.zeros(num_ids, target.config.hidden)
@@ -144,13 +144,13 @@ def block_of(source: Path, folder: Path, num_ids: int = 0, **keys: object) -> Pa
 
 
 def paired(tensors: dict[str, Tensor], states: Tensor, before: Tensor) -> Tensor:
-    """What a selector multiplies with the successors' codebook."""
+    """The vectors that a selector multiplies with the successors' codebook."""
     projected = states @ tensors["candidate_selector.hidden_projection.weight"].T
     return tensors["candidate_selector.predecessor_codebook"][before] * projected
 
 
 def seen_blocks(source: Path, folder: Path, target: Blueprint) -> tuple[Tensor, Tensor, Tensor]:
-    """The states behind the guessing places of blocks in the target's texts, and the tokens before and after them."""
+    """The states of drafted positions of blocks in the target's texts, and the tokens before and after them."""
     planned, host = BlockBlueprint.of(HeadFolder.at(folder, str(folder), target)), target.load(4096)
     block, decoder = planned.tensors.config, planned.load(512, host.decoder)
     runner = Runner.of(decoder, 4096)
@@ -195,7 +195,7 @@ def drawn(shapes: Shapes, dice: torch.Generator, scale: float = 1.0) -> dict[str
 def written_block(
     folder: Path, config: dict[str, object], tensors: dict[str, Tensor], of: ModelConfig, dice: torch.Generator
 ) -> dict[str, Tensor]:
-    """Write a folder with these fields; tensors that are not given are random. Gives all of them."""
+    """Write a folder with these fields; missing tensors are random. Returns all tensors."""
     own = BlockTensors.of(Fields(folder, config), tensors.keys(), of, "the target")
     every = drawn(own.shapes(), dice) | tensors
     written(folder, config, every)
@@ -205,7 +205,7 @@ def written_block(
 def written_eagle(
     folder: Path, config: dict[str, object], tensors: dict[str, Tensor], of: ModelConfig, scale: float = 1.0
 ) -> Path:
-    """A folder in the authors' layout, of EAGLE-3 where it has a head; tensors that are not given are random."""
+    """Write a folder in the authors' layout, of EAGLE-3 if it has a head; missing tensors are random."""
     stored = [*tensors, *(["norm.weight"] if "lm_head.weight" in tensors else [])]
     own = EagleTensors.of(Fields(folder, config), stored, of, "the target")
     return written(folder, config, drawn(own.shapes(), torch.Generator().manual_seed(0), scale) | tensors)
