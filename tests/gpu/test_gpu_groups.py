@@ -23,13 +23,13 @@ RUNS = [
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_numbers_are_what_they_stand_for(form: tuple[str, int, int, bool]) -> None:
+def test_unpacked_numbers_are_those_of_the_format(form: tuple[str, int, int, bool]) -> None:
     check_numbers(form, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
+def test_a_product_is_that_of_the_weights_and_its_rows_are_independent(
     form: tuple[str, int, int, bool], dtype: torch.dtype
 ) -> None:
     biased = FORMS.index(form) % 2 == (dtype == torch.float32)  # kernels compile for seconds, and minutes count there
@@ -46,7 +46,7 @@ def test_rows_of_experts_have_the_bits_of_their_experts_layers(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("quantize", ["int8", "fp8"])
-def test_quantised_experts_are_their_definition_and_rows_strangers(
+def test_quantised_experts_follow_their_definition_and_rows_are_independent(
     quantize: Quantization, dtype: torch.dtype, tolerance: float
 ) -> None:
     check_experts(TritonOps(load_kernels()), "cuda", dtype, tolerance, quantize)
@@ -54,7 +54,7 @@ def test_quantised_experts_are_their_definition_and_rows_strangers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(len(RUNS)))
-def test_long_reads_attend_to_the_bit_as_rows_do(seed: int, dtype: torch.dtype) -> None:
+def test_attention_over_long_reads_has_the_bits_of_single_rows(seed: int, dtype: torch.dtype) -> None:
     shape: dict[str, Any] = RUNS[seed] | {"branching": 0.0, "most_nodes": 150}
     check_runs_have_the_bits_of_splits(
         TritonOps(load_kernels()), random_case(seed, dtype=dtype, device="cuda", **shape)
@@ -67,7 +67,7 @@ def test_with_one_gemm_drafted_tokens_are_those_of_plain_decoding(quantize: str)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
-def test_with_one_gemm_drafted_tokens_of_experts_in_few_bits_are_plain_ones(
+def test_with_one_gemm_drafted_tokens_of_quantised_experts_are_those_of_plain_decoding(
     quantize: str | None, tmp_path: Path
 ) -> None:
     """In captured passes, which serve any choice; as they are stored, in MXFP4, and rounded."""
@@ -78,7 +78,7 @@ def test_with_one_gemm_drafted_tokens_of_experts_in_few_bits_are_plain_ones(
 
 
 def check_drafted(model: str, draft: str, **options: Any) -> None:
-    """One sampled and one greedy text, with and without guesses."""
+    """One sampled and one greedy text, with and without drafts."""
     options |= {"device": "cuda", "one_gemm": True, "max_model_len": 256}
     params = [SamplingParams(temperature=t, seed=3, max_tokens=64) for t in (0, 1)]
     prompts = ["Once upon a time", "Lily and her mom"]

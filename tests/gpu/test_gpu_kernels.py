@@ -43,7 +43,7 @@ def ops() -> TritonOps:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
-def test_attention_is_torchs(ops: TritonOps, seed: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_attention_is_that_of_torch(ops: TritonOps, seed: int, dtype: torch.dtype, tolerance: float) -> None:
     case = random_case(seed, dtype=dtype, device="cuda", **SHAPES[seed])
     check_attention(ops, case, tolerance)
     check_attention(ops, scattered(case, seed), tolerance)
@@ -52,14 +52,14 @@ def test_attention_is_torchs(ops: TritonOps, seed: int, dtype: torch.dtype, tole
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
-def test_a_node_of_a_tree_attends_to_the_bit_as_plain_decoding_would(
-    ops: TritonOps, seed: int, dtype: torch.dtype
-) -> None:
+def test_attention_of_a_tree_node_has_the_bits_of_plain_decoding(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
     check_rows_are_strangers(ops, random_case(seed, dtype=dtype, device="cuda", **SHAPES[seed]))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-def test_experts_are_their_definition_and_rows_strangers(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+def test_experts_follow_their_definition_and_rows_are_independent(
+    ops: TritonOps, dtype: torch.dtype, tolerance: float
+) -> None:
     check_experts(ops, "cuda", dtype, tolerance)
 
 
@@ -68,7 +68,7 @@ def test_tiles_of_experts_agree(ops: TritonOps) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
-def test_what_is_done_row_by_row_is_its_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+def test_row_operations_follow_their_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
     for check in (check_norms, check_rotation, check_activations):
         check(ops, "cuda", dtype, tolerance)
         check(TorchOps(), "cuda", dtype, tolerance)
@@ -77,7 +77,7 @@ def test_what_is_done_row_by_row_is_its_definition(ops: TritonOps, dtype: torch.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1000, 520), (4096, 14_336)])
-def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(
+def test_one_gemm_is_a_linear_layer_with_independent_rows(
     dtype: torch.dtype, tolerance: float, biased: bool, inputs: int, outputs: int
 ) -> None:
     """Over the sizes at which other tiles are taken."""
@@ -94,7 +94,7 @@ def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(
 
 
 @pytest.mark.parametrize("columns", [512, 4096, 50_257, 128_256])
-def test_what_a_sampler_does_with_a_row_has_the_same_bits_beside_any_rows(columns: int) -> None:
+def test_sampling_operations_on_a_row_have_the_same_bits_in_any_batch(columns: int) -> None:
     """torch's own cumsum has not: an H100 gave other bits for one row than for two."""
     logits = torch.randn(40, columns, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) * 3
     top_p = torch.linspace(0.1, 0.99, 40, device="cuda")[:, None]
@@ -105,7 +105,7 @@ def test_what_a_sampler_does_with_a_row_has_the_same_bits_beside_any_rows(column
         assert [torch.equal(a, w[:rows]) for a, w in zip(alone, whole, strict=True)] == [True] * 3
 
 
-def test_an_odd_row_has_the_bits_of_an_even_one() -> None:
+def test_a_row_at_an_odd_index_has_the_bits_of_an_even_one() -> None:
     """Rows of an odd width begin at other alignments, by which torch's own softmax adds up otherwise."""
     rows = torch.randn(50_257, device="cuda").expand(7, -1).contiguous()
     for body in (lambda x: running_sum(softmax(x)), softmax, lambda x: softmax(x, log=True)):

@@ -17,7 +17,7 @@ PARAMS = [
 ]
 OPTIONS: dict[str, Any] = {"device": "cuda", "one_gemm": True, "max_model_len": 256}
 
-GUESS_NOTHING = {"model:experts"}  # of random weights: of 1,155 guesses on a card none was right
+NEVER_ACCEPTED = {"model:experts"}  # random weights: none of 1,155 draft tokens was accepted on a GPU
 
 
 def answers(llm: LLM, speculation: bool | Speculation) -> list[tuple[int, ...]]:
@@ -38,4 +38,4 @@ def test_the_output_is_that_of_plain_decoding(name: str) -> None:
         for speculation in (Speculation(3), Speculation(3, 2, 8)):
             assert answers(llm, speculation) == plain(dtype), (dtype, speculation)
         assert llm.stats.num_drafted > 0
-        assert llm.stats.num_accepted > 0 or name in GUESS_NOTHING
+        assert llm.stats.num_accepted > 0 or name in NEVER_ACCEPTED

@@ -113,9 +113,9 @@ def test_with_one_gemm_trained_drafters_give_the_same_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds of rows that are drafted to different depths, some of them not at all."""
-    drafter, guesses = spelled(kind), list[dict[tuple[int, ...], list[int]]]()
+def test_a_graph_drafts_what_is_drafted_step_by_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds of rows with different depths, some of them 0."""
+    drafter, drafts = spelled(kind), list[dict[tuple[int, ...], list[int]]]()
     for at_once in (True, False):
         llm = make(TARGET, drafter, one_gemm=True, speculation=4)
         assert llm.drafter is not None
@@ -125,19 +125,19 @@ def test_a_graph_draws_what_is_drawn_step_by_step(kind: str, monkeypatch: pytest
         uneven = Uneven(llm.drafter.propose)
         monkeypatch.setattr(llm.drafter, "propose", uneven)
         assert texts_of(llm.generate(PROMPTS * 2, BOTH)) == plain_texts()
-        guesses.append(uneven.guesses)
-    same = sum(guesses[1][text] == chain for text, chain in guesses[0].items())
-    assert same >= 0.98 * len(guesses[0]) > 100, "sums of other shapes may differ where two guesses are nearly equal"
+        drafts.append(uneven.drafts)
+    same = sum(drafts[1][text] == chain for text, chain in drafts[0].items())
+    assert same >= 0.98 * len(drafts[0]) > 100, "sums of other shapes may differ where two tokens are nearly tied"
 
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_chains_of_trained_drafters_wait_once_a_round(kind: str) -> None:
     llm = make(TARGET, spelled(kind), speculation=4)
-    llm.generate(PROMPTS, SAMPLED)  # captures and compiles, which waits
+    llm.generate(PROMPTS, SAMPLED)  # captures and compiles, for which the host waits
     assert waits_of(llm, SAMPLED) == {1}
 
 
-def test_passes_that_are_begun_ahead_are_taken_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_begun_ahead_are_used_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Among answers that end early; and what the device spends on them is not found in the verdict."""
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=60, stop=["."] * (i % 3)) for i in range(8)]
     rows_for, taken, found = PassAhead.rows_for, list[bool](), []
@@ -159,10 +159,10 @@ def test_passes_that_are_begun_ahead_are_taken_and_change_no_token(monkeypatch: 
 
 
 @pytest.mark.parametrize("draft", ["eagle", "eagle-1", "mtp", "mtp-of-3"])
-def test_chains_that_are_begun_ahead_are_those_that_are_drawn_later(
+def test_chains_drafted_ahead_are_those_that_would_be_drafted_later(
     draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guess by guess, where answers end early too; the others' chains stay theirs."""
+    """Token by token, also where answers end early and the chains of the others go on."""
     params = [SamplingParams(temperature=i / 2, seed=i, max_tokens=60, stop=["."] * (i % 2)) for i in range(4)]
     found = taken(monkeypatch, ChainsAhead)
     begun = drafts_of(make(TARGET, spelled(draft), speculation=4, one_gemm=True), monkeypatch, params)
@@ -213,7 +213,7 @@ def test_graphs_that_were_dropped_are_captured_again_and_give_the_same_tokens(
     assert not runner.graphs.refused
 
 
-def test_a_replay_gives_what_the_kernels_give_one_by_one(target_dir: Path) -> None:
+def test_a_replay_has_the_results_of_kernels_launched_one_by_one(target_dir: Path) -> None:
     runner = make(target_dir).engine.runner
     assert isinstance(runner, GraphRunner)
     reads = [Read(0, [5, 6, 7, 8], [-1, 0, 0, 2], judged=range(4)), Read(1, [9, 10], judged=[1])]
@@ -235,7 +235,7 @@ def test_one_synchronisation_per_round(
 ) -> None:
     draft = f"model:{draft_dir}" if drafter == "model" else drafter
     llm = make(target_dir, draft, speculation=4, verification=rule)
-    llm.generate(PROMPTS, params)  # captures and compiles, which waits
+    llm.generate(PROMPTS, params)  # captures and compiles, for which the host waits
     assert waits_of(llm, params) == {1}
 
 
@@ -299,7 +299,7 @@ def test_a_verdict_by_a_graph_is_that_of_the_rules(width: int, filtered: bool) -
     ],
     ids=["penalised", "nucleus", "edited", "grammar", "logprobs"],
 )  # fmt: skip
-def test_rounds_of_every_parameter_are_judged_by_graphs_as_plain_decoding_has_it(
+def test_rounds_with_any_parameters_are_verified_in_graphs_and_equal_plain_decoding(
     target_dir: Path, draft_dir: Path, monkeypatch: pytest.MonkeyPatch, drafter: str, params: SamplingParams
 ) -> None:
     """The reference is judged by the same operations one by one, and drafts nothing."""
@@ -321,7 +321,7 @@ def test_rounds_of_every_parameter_are_judged_by_graphs_as_plain_decoding_has_it
     assert [r.outputs[0].logprobs for r in results] == [r.outputs[0].logprobs for r in plain]
 
 
-def test_a_gpu_and_a_cpu_say_nearly_the_same(target_dir: Path) -> None:
+def test_logits_of_a_gpu_and_a_cpu_are_nearly_the_same(target_dir: Path) -> None:
     on_gpu, on_cpu = make(target_dir), make(target_dir, device="cpu")
     text = tuple(on_cpu.requests.prompt_tokens(Request.of("Once upon a time, there was a little girl")))
     found, wanted = last_logits(on_gpu, [text]).cpu(), last_logits(on_cpu, [text])
@@ -334,7 +334,7 @@ def test_bandwidth_is_that_of_the_card() -> None:
     assert bandwidth_bytes_per_s(device=torch.device("cuda")) > 2e11
 
 
-def test_what_cannot_be_captured_runs_without_and_what_can_is_captured_afterwards() -> None:
+def test_a_function_that_cannot_be_captured_runs_uncaptured_and_others_are_captured() -> None:
     graphs, x = Graphs(torch.device("cuda", 0)), torch.arange(4.0, device="cuda")
     stream = torch.cuda.current_stream()
     assert graphs.run(("waits",), lambda: x * x.sum().item()).tolist() == [0, 6, 12, 18]
@@ -346,7 +346,7 @@ def test_what_cannot_be_captured_runs_without_and_what_can_is_captured_afterward
     assert graphs.num_replays == 2
 
 
-def test_graphs_that_are_dropped_leave_their_pool_to_others_and_the_last_one_ends_it() -> None:
+def test_dropped_graphs_leave_their_pool_to_others_and_the_last_one_frees_it() -> None:
     """Dropped while they run; what they gave stays as long as somebody has it."""
     graphs, x = Graphs(torch.device("cuda", 0)), torch.arange(1 << 20, device="cuda")
     for number in (1, 2, 3):
@@ -360,7 +360,7 @@ def test_graphs_that_are_dropped_leave_their_pool_to_others_and_the_last_one_end
     assert graphs.num_replays == 6
 
 
-def test_tables_of_all_shapes_lie_in_one_buffer_which_each_round_fills() -> None:
+def test_tables_of_all_shapes_share_one_buffer_that_each_round_fills() -> None:
     graphs = Graphs(torch.device("cuda", 0))
     kept = KeptShapes[int, torch.Tensor](graphs)
     for turn in range(3):
@@ -374,7 +374,7 @@ def test_tables_of_all_shapes_lie_in_one_buffer_which_each_round_fills() -> None
 
 
 @pytest.mark.parametrize("chunk_tokens", ["auto", 2])
-def test_a_rounds_times_are_the_devices(
+def test_the_times_of_a_round_are_those_of_the_device(
     target_dir: Path, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int | str
 ) -> None:
     """The pass takes time on the card, which is not found in the verdict that waits for it, if there is one."""

@@ -75,7 +75,7 @@ def ops() -> TritonOps:
 
 @pytest.mark.short("0", "7")
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
-def test_attention_is_torchs_over_random_trees_in_ragged_batches(ops: TritonOps, seed: int) -> None:
+def test_attention_is_that_of_torch_over_random_trees_in_ragged_batches(ops: TritonOps, seed: int) -> None:
     case = random_case(seed, **SHAPES[seed])
     for made in (ops, TorchOps()):
         check_attention(made, case, 1e-5)
@@ -91,13 +91,11 @@ def test_attention_in_bfloat16_differs_by_its_rounding(ops: TritonOps) -> None:
     ("seed", "dtype"),
     [(0, torch.float32), (1, torch.float32), (5, torch.bfloat16), (6, torch.float32), (7, torch.bfloat16)],
 )
-def test_a_node_of_a_tree_attends_to_the_bit_as_plain_decoding_would(
-    ops: TritonOps, seed: int, dtype: torch.dtype
-) -> None:
+def test_attention_of_a_tree_node_has_the_bits_of_plain_decoding(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
     check_rows_are_strangers(ops, random_case(seed, dtype=dtype, **SHAPES[seed]))
 
 
-def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
+def test_the_check_of_independent_rows_can_fail(ops: TritonOps) -> None:
     class Sociable(TritonOps):
         """Adds what the first row holds, rounded away nearly everywhere."""
 
@@ -111,7 +109,7 @@ def test_the_law_of_strangers_can_fail(ops: TritonOps) -> None:
 
 @pytest.mark.short("1-dtype1")
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16)])
-def test_long_reads_attend_to_the_bit_as_rows_do(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
+def test_attention_over_long_reads_has_the_bits_of_single_rows(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
     shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 40}
     check_runs_have_the_bits_of_splits(ops, random_case(seed, dtype=dtype, **shape))
 
@@ -120,7 +118,7 @@ def test_long_reads_attend_to_the_bit_as_rows_do(ops: TritonOps, seed: int, dtyp
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_experts_are_their_definition_and_rows_strangers(
+def test_experts_follow_their_definition_and_rows_are_independent(
     ops: TritonOps, quantize: Quantization | None, dtype: torch.dtype, tolerance: float
 ) -> None:
     check_experts(ops, "cpu", dtype, tolerance, quantize)
@@ -134,13 +132,13 @@ def test_tiles_of_experts_agree(ops: TritonOps, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.short("dtype0-1e-05")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
-def test_what_is_done_row_by_row_is_its_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
+def test_row_operations_follow_their_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
     for made, check in product((ops, TorchOps()), (check_norms, check_rotation, check_activations)):
         check(made, "cpu", dtype, tolerance)
 
 
 @pytest.mark.full
-def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_some_heads_at_a_time_has_the_same_bits(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(3, **SHAPES[3])
     at_once = case.attended(ops)
     monkeypatch.setattr("forerun.models.backends.gpu.ops.SCRATCH_BYTES", 1)
@@ -151,7 +149,7 @@ def test_attention_in_turns_of_heads_gives_the_same_bits(ops: TritonOps, monkeyp
 @pytest.mark.parametrize("rows", [1, 5, 33, 70])
 @pytest.mark.parametrize("tile", [SMALLEST, *TILES])
 @pytest.mark.parametrize("biased", [False, True])
-def test_one_gemm_is_a_linear_layer_whose_rows_are_strangers(rows: int, tile: Tile, biased: bool) -> None:
+def test_one_gemm_is_a_linear_layer_with_independent_rows(rows: int, tile: Tile, biased: bool) -> None:
     noise = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, 200, generator=noise), torch.randn(70, 200, generator=noise)
     bias = torch.randn(70, generator=noise) if biased else None
@@ -179,7 +177,7 @@ ONE_GEMM, TEXT = Placement(torch.device("cpu"), fixed=True, one_gemm=True), [403
 
 @pytest.mark.full
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, quantize: Quantization | None) -> None:
+def test_a_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, quantize: Quantization | None) -> None:
     """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
     decoder = Blueprint.of(str(TARGET), dtype="float32", quantize=quantize, device=ONE_GEMM).load(64).decoder
     decoder.layers = decoder.layers[:2]
@@ -189,7 +187,7 @@ def test_a_whole_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, q
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
-def test_experts_in_few_bits_read_chunks_and_trees_to_the_same_bits(
+def test_quantised_experts_read_chunks_and_trees_to_the_same_bits(
     ops: TritonOps, quantize: Quantization | None, tmp_path: Path
 ) -> None:
     """Those of gpt-oss as they are stored, in MXFP4, and experts that are rounded: the logits of torch's operators."""
@@ -234,6 +232,6 @@ def check_reads(ops: TritonOps, decoder: Decoder) -> Tensor:
     return torch.cat(wanted)
 
 
-def test_kernels_are_operations() -> None:
+def test_kernels_are_registered_operations() -> None:
     assert isinstance(TorchOps(), Ops)
     assert isinstance(TritonOps(None), Ops)
