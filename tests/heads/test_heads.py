@@ -133,9 +133,9 @@ def with_tables(tensors: dict[str, Tensor], table: Tensor) -> dict[str, Tensor |
 
 def with_another_place(tensors: dict[str, Tensor], table: Tensor) -> dict[str, Tensor | None]:
     """The layer under another name, an embedding, and the table of ids for other programs."""
-    layer = {name: tensor for name, tensor in own.items() if name.startswith("mid")}
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith("mid")}
     moved = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in layer.items()}
-    mask = torch.zeros(512, dtype=torch.bool).index_fill_(0, torch.arange(400) + own["d2t"], True)
+    mask = torch.zeros(512, dtype=torch.bool).index_fill_(0, torch.arange(400) + tensors["d2t"], True)
     return {**dict.fromkeys(layer), **moved, "embed_tokens.weight": table, "t2d": mask}
 
 

@@ -239,11 +239,11 @@ def test_kernels_decide_nearly_all_draws(kernels: SamplingKernels, params: dict[
         logits, paths = logits_of("steep", 50, vocab, block), [[i] * (i % 4) for i in range(50)]
         with unchecked():
             expected = other.children(logits, states(other, [0] * 50, paths), 1, survival=False).tokens[:, 0].tolist()
-        assert own.row_laws is not None
-        found = list(kernels.choose(logits, [0] * 50, paths, own.row_laws))
+        assert compiled.row_laws is not None
+        found = list(kernels.choose(logits, [0] * 50, paths, compiled.row_laws))
         assert all(token in (-1, drawn) for token, drawn in zip(found, expected, strict=True))
         undecided += found.count(-1)
-        left += len(kernels.offer(logits, [0] * 50, paths, own.row_laws, 4).undecided)
+        left += len(kernels.offer(logits, [0] * 50, paths, compiled.row_laws, 4).undecided)
     assert max(undecided, left) <= num_blocks * 50 // 100
 
 
