@@ -23,7 +23,7 @@ from forerun.models.choice import cpu_backend
 from forerun.models.loading import Blueprint
 from forerun.store import cache_folder
 from kit.checkpoints import TARGET
-from kit.computer import Computer, forget, restart, script, shared_library, warnings_of, library_works
+from kit.computer import Computer, forget, library_works, restart, script, shared_library, warnings_of
 
 NOBODY = 65534
 

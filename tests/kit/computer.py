@@ -40,7 +40,7 @@ class Computer:
 
     def store(self) -> library.LibraryStore:
         """The store of the library there."""
-        return library.LibraryStore.open(self.kept, self.file(".so").stem)
+        return library.LibraryStore.open(self.cache_folder, self.file(".so").stem)
 
 
 def forget() -> None:
