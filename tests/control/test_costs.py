@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG, CostTable, Curve, Kind
+from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG, CostTable, Curve, Kind, rising
 
 ALONE = Kind.of(1)
 
@@ -172,3 +174,10 @@ def test_an_interrupt_anywhere_leaves_costs_that_can_be_used(taken_s: float) -> 
         else:
             break
     assert number > 20, "there were lines to be interrupted at"
+
+
+@given(st.lists(st.floats(0.0, 1.0)), st.data())
+def test_values_that_are_monotone_already_stay(values: list[float], data: st.DataObject) -> None:
+    """The law on which `Curve.fit` relies where it leaves them alone."""
+    values.sort()
+    assert rising(values, data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))) == values

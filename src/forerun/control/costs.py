@@ -86,16 +86,8 @@ class Curve:
         sizes = sorted(self.seen)
         self.usual_s |= {size: usual(self.seen[size]) for size in sizes if size not in self.usual_s}
         values = [self.usual_s[size] for size in sizes]
-        known = [len(self.seen[size]) >= KNOWN for size in sizes]
-        most_s = most_known_s = math.inf
-        for place in reversed(range(len(sizes))):
-            values[place] = min(values[place], most_known_s if known[place] else most_s)
-            most_s = min(most_s, values[place])
-            most_known_s = values[place] if known[place] else most_known_s
-        least_s = 0.0
-        for place, value in enumerate(values):
-            values[place] = max(value, least_s)
-            least_s = values[place] if known[place] else least_s
+        if values != sorted(values):
+            values = rising(values, [len(self.seen[size]) >= KNOWN for size in sizes])
         self.values = values
         self.sizes = sizes  # last, since an interrupt may come in between
 
@@ -121,6 +113,22 @@ class Curve:
             return values[0] if self.flat else steepest * size
         half = max(first, last / 2)
         return values[-1] + (values[-1] - self.expect(half)) / (last - half) * (size - last)
+
+
+def rising(values: Sequence[float], known: Sequence[bool]) -> list[float]:
+    """The values made monotone: each is lowered to the least one after it, then raised to the last known one before it.
+
+    A known value is lowered by known ones only.
+    """
+    result, most_s, most_known_s, least_s = [*values], math.inf, math.inf, 0.0
+    for place in reversed(range(len(result))):
+        result[place] = min(result[place], most_known_s if known[place] else most_s)
+        most_s = min(most_s, result[place])
+        most_known_s = result[place] if known[place] else most_known_s
+    for place, value in enumerate(result):
+        result[place] = max(value, least_s)
+        least_s = result[place] if known[place] else least_s
+    return result
 
 
 def usual(seconds: Sequence[float]) -> float:

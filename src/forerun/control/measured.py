@@ -309,17 +309,15 @@ class MeasuredDepth:
 
     def count(self, drafter: int, drafted: Sequence[tuple[RowOutcome, Assignment]]) -> None:
         """Learn how many draft tokens of a drafter were accepted, in the rows that it drafted."""
-        learned = self.drafters.all[drafter]
+        learned, tried, hopeful = self.drafters.all[drafter], drafter == self.trials.tried, False
         learned.unseen += 1
-        expected = sum((sum(each.option.survival[: each.num_counted(row)]) for row, each in drafted), 0.0)
-        accepted = sum(row.accepted for row, _ in drafted)
         if drafted:
+            expected = sum(sum(each.option.survival[: each.num_counted(row)]) for row, each in drafted)
+            hopeful = tried and sum(row.accepted for row, _ in drafted) > expected + 1
             learned.count(drafted)
             for row, each in drafted:
                 if each.option.budget.min_survival and row.seq_id in self.survival:
                     learned.cut_off.learn(self.survival[row.seq_id][1:], row.offered, row.accepted)
-        tried = drafter == self.trials.tried
-        hopeful = tried and accepted > expected + 1
         learned.retry.count(len(drafted), self.trials.patience if tried else None, hopeful)
         if hopeful and not learned.retry.new:
             learned.retry.wake()
