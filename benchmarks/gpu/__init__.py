@@ -1,1 +1,1 @@
-"""What a GPU does: its tests, kernels, passes and tokens, in parts, for a machine on which minutes count."""
+"""Tests and measures forerun on a GPU in separate parts, for a machine that is available for minutes only."""

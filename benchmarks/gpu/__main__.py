@@ -1,12 +1,12 @@
-"""Measure a GPU where minutes count; `scripts/gpu` is this command.
+"""Test and measure a GPU within minutes; `scripts/gpu` is this command.
 
-    scripts/gpu                                  # everything, within 9 minutes; the card comes first, then the tests
+    scripts/gpu                                  # all parts, within 9 minutes: the card, then the tests
     scripts/gpu kernels speed --seconds 300      # some groups, or parts by name, in this order
-    scripts/gpu all --output FOLDER              # again with the folder: goes on with what is not done
+    scripts/gpu all --output FOLDER              # repeated with the same folder, it runs the parts that are not done
     scripts/gpu --dry-run                        # tiny shapes on a CPU: shows that it runs, measures nothing
     python -m benchmarks.gpu --into-results FOLDER [--results benchmarks/RESULTS.md]
 
-The status is 0 if all parts are done, 1 if one failed, 3 if only time was short.
+The exit status is 0 if all parts are done, 1 if one failed, 3 if some were stopped or skipped for lack of time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.parts import CARD, chosen
+from benchmarks.gpu.parts import chosen
 from benchmarks.gpu.report import insert, section, states, tables_of
 from benchmarks.gpu.run import run_parts
 from benchmarks.gpu.setting import Setting
@@ -33,16 +33,16 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("parts", nargs="*", help="tests, kernels, speed, or parts by name; all by default")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="the time limit of the whole run (%(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("build/gpu"), help="where everything is kept (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the time limit of the run (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("build/gpu"), help="folder of the results (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU; measures nothing")
-    parser.add_argument("--into-results", type=Path, metavar="FOLDER", help="print the section that a run comes to")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="put that section into this file instead")
+    parser.add_argument("--into-results", type=Path, metavar="FOLDER", help="print the RESULTS section of this run")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="insert that section into this file instead")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """Run the parts, or write a run's section."""
+    """Run the parts, or print or insert the section of an earlier run; returns the exit status."""
     began, options = time.monotonic(), options_of()
     if options.into_results:
         text = section(tables_of(options.into_results))
@@ -54,17 +54,19 @@ def main() -> int:
         sys.exit(str(error))
     options.output.mkdir(parents=True, exist_ok=True)
     if options.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are made
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when the kernels are defined
     signal.signal(signal.SIGTERM, stop)
     setting = Setting(options.dry_run, options.output.resolve() / "rows.jsonl")
-    found = run_parts(parts, setting, began + options.seconds)
+    ends = run_parts(parts, setting, began + options.seconds)
     print(states(tables_of(options.output)))
     print(f"{options.output}/report.md, report.json, rows.jsonl, log.txt")
-    return FAILED if "failed" in found.values() or CARD not in found else STOPPED * (set(found.values()) != {"done"})
+    if "failed" in ends.values():
+        return FAILED
+    return 0 if set(ends.values()) == {"done"} else STOPPED
 
 
 def stop(*_: Any) -> None:
-    """A request to end: the part that runs is ended too."""
+    """Handle SIGTERM: the exit also ends the part that is running."""
     sys.exit(STOPPED)
 
 

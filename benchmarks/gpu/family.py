@@ -1,7 +1,7 @@
-"""Tokens per second of the bundled family, its target widened to 1 B parameters: the same function at a larger cost.
+"""Tokens per second of the bundled family, with the target widened to 1 B parameters.
 
-Plain decoding beside every way of drafting, and beside the transformers library's own plain, assisted and prompt-lookup
-generation of the same models, where it is installed.
+Widening raises the cost of a pass and leaves the output as it is. Plain decoding is compared with every kind of
+drafter, and with plain, assisted and prompt-lookup generation of the transformers library, if that is installed.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ DRAFTS: Sequence[tuple[str | None, Depth]] = (
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self, ", "import os\nimport sys\n\ndef main(")
 BATCHES, TOKENS = (1, 8, 32), 128
 HEAD_DEPTH = 4
-MODES = ("plain", "model-4", "ngram-4")  # of transformers
+MODES = ("plain", "model-4", "ngram-4")  # that are measured with the transformers library
 PARAMETERS = 1_000_000_000
 Result = TypeVar("Result")
 
 
 def target_of(setting: Setting) -> str:
-    """The folder of the target, widened at first use; as it is in a dry run."""
+    """The folder of the widened target, which is made at first use; in a dry run, of the bundled target."""
     source = str(BUNDLED["stdlib"])
     return source if setting.dry else str(cached_widened(source, wider_of(source)))
 
 
 def wider_of(source: str) -> Wider:
-    """The shape that the target and what reads its states grow to."""
+    """The shape to which the target, and the drafters that read its states, are widened."""
     return Wider.of(Blueprint.of(source).config, PARAMETERS)
 
 
 def widened(setting: Setting, form: WeightFormat) -> None:
-    """Plain, and drafted by models and look-ups."""
+    """Measure plain decoding, and drafts of models and of text look-ups."""
     measure(setting, form, DRAFTS[:2] if setting.dry else DRAFTS)
 
 
 def heads(setting: Setting, form: WeightFormat) -> None:
-    """Plain, and drafted by the layers that are trained for the target, widened with it."""
+    """Measure plain decoding, and drafts of the layers that are trained for the target and widened with it."""
     source, target = str(BUNDLED["stdlib"]), Path(target_of(setting))
     drafts: list[tuple[str | None, Depth]] = [(None, False)]
     for name in list(BUNDLED_HEADS)[: 1 if setting.dry else None]:
@@ -72,7 +72,10 @@ def heads(setting: Setting, form: WeightFormat) -> None:
 
 
 def measure(setting: Setting, form: WeightFormat, drafts: Sequence[tuple[str | None, Depth]]) -> None:
-    """Up to 32 texts at a time; answers are compared with plain decoding's, which comes first."""
+    """Generate up to 32 sequences at a time with each draft, and compare answers with those of the first draft.
+
+    The first draft is None, plain decoding.
+    """
     target, num_tokens = target_of(setting), 4 if setting.dry else TOKENS
     plain: dict[tuple[float, int], list[tuple[int, ...]]] = {}
     for draft, depth in drafts:
@@ -95,12 +98,12 @@ def measure(setting: Setting, form: WeightFormat, drafts: Sequence[tuple[str | N
 
 
 def named(draft: str | None) -> str:
-    """A drafter without the folder that it was widened into."""
+    """The name of a drafter in the journal: its kind alone if it is in a folder, "plain" for None."""
     return "plain" if draft is None else draft.partition(":")[0] if "/" in draft else draft
 
 
 def by_transformers(setting: Setting) -> None:
-    """The first prompt at temperature 0, as forerun's batch of one has it."""
+    """Measure the transformers library with the first prompt at temperature 0, which is forerun's batch of one."""
     target, draft = target_of(setting), str(BUNDLED["stdlib-draft"])
     service = load(Setup(target, draft, "bfloat16", 1, "", device=str(setting.device)))
     prompt, num_tokens = Tokenizer.load(target).encode(PROMPTS[0]), 4 if setting.dry else TOKENS
@@ -112,8 +115,11 @@ def by_transformers(setting: Setting) -> None:
 
 
 def best_of_two(body: Callable[[], Result], setting: Setting) -> tuple[float, Result, int]:
-    """Seconds, after a run that compiles, captures and chooses; what came out; and the graphs that were captured while
-    both runs were measured, each of which took them time."""
+    """The shorter time of two runs of `body` in seconds, its last result, and the number of graphs captured in them.
+
+    A first run, which is not measured, compiles kernels, captures graphs and lets the controller choose. Graphs that
+    are captured later lengthen the measured runs, so they are counted.
+    """
     times, captured = [], [0]
     for _ in range(1 if setting.dry else 3):
         wait_for(setting.device)

@@ -1,12 +1,12 @@
-"""What the host's own code of a GPU's rounds takes, measured without one.
+"""Measures the time of the host's code in the rounds of a GPU, on a machine without one.
 
     python -m benchmarks.gpu.host [ROUNDS]
 
-The bundled target and its drafters run in passes of fixed shape on a CPU. What a GPU captures as a graph is computed
-once for each shape and gives the same numbers from then on, outside the time that is measured: so answers mean
-nothing, and all rounds of a shape accept as many guesses as its first one. Milliseconds of a round: the least of all,
-since other programs can only add to it, and the value that a tenth of them are below. Copies to a card and launches
-are not in it, as far as a card takes longer for them than torch does on a CPU.
+The bundled target and its drafters run in passes of fixed shape on a CPU. A function that a GPU captures as a graph is
+computed once for each shape, outside the measured time, and its numbers are returned in later rounds. So answers mean
+nothing, and every round of a shape accepts as many draft tokens as the first one. Printed are the minimum of a round's
+milliseconds, since other programs can only lengthen a round, and the 10th percentile. Copies to a GPU and launches
+count with the time that torch needs for them on a CPU, which may be less than on a GPU.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ REPEATS, WARM_UP, LENGTH = 3, 4, 512
 
 
 class Replays:
-    """Stands for `Graphs.run`: computes once by key, and counts the seconds that it takes."""
+    """Replaces `Graphs.run`: it computes each key once, and sums the seconds that its calls take."""
 
     def __init__(self) -> None:
-        self.kept: dict[Hashable, Any] = {}
+        self.results: dict[Hashable, Any] = {}
         self.taken_s = 0.0
 
     def run(self, graphs: Graphs, key: Hashable, body: Callable[[], Any]) -> Any:
-        """What `body` gave under this key, or gives now."""
+        """The result of `body` that is saved for this key; computed if there is none, or if the key is None."""
         started_s = time.perf_counter()
-        if key is None or (id(graphs), key) not in self.kept:
-            self.kept[id(graphs), key] = body()
+        if key is None or (id(graphs), key) not in self.results:
+            self.results[id(graphs), key] = body()
         self.taken_s += time.perf_counter() - started_s
-        return self.kept[id(graphs), key]
+        return self.results[id(graphs), key]
 
 
 def rounds_of(llm: LLM, batch: int, num_rounds: int, replays: Replays) -> list[float]:
-    """Milliseconds of each round, behind a few that compute what is replayed."""
+    """Milliseconds of each round, after a few rounds that compute the results to replay."""
     params = [SamplingParams(seed=seed, max_tokens=LENGTH - 32, ignore_eos=True) for seed in range(batch)]
     requests = requests_of([PROMPTS[i % len(PROMPTS)] for i in range(batch)], params)
     sequences = [sequence for request in requests for sequence in llm.requests.sequences(request)]
@@ -65,17 +65,17 @@ def rounds_of(llm: LLM, batch: int, num_rounds: int, replays: Replays) -> list[f
 
 
 def main(num_rounds: int) -> None:
-    """Print a row for each drafter and batch."""
+    """Print a row for each drafter and batch size."""
     torch.set_num_threads(1)
     replays = Replays()
     setattr(Graphs, "run", lambda graphs, key, body: replays.run(graphs, key, body))  # noqa: B010 (mypy knows its type)
-    print("| drafter | batch | least | tenth |\n|---|---|---|---|")
+    print("| drafter | batch | minimum, ms | 10th percentile, ms |\n|---|---|---|---|")
     for draft, batch in itertools.product(DRAFTS, BATCHES):
         llm = LLM("stdlib", draft, device=Placement(torch.device("cpu"), fixed=True), dtype="float32",
                   speculation=DEPTH if draft else False, max_model_len=LENGTH, max_num_seqs=max(BATCHES))  # fmt: skip
         runners: list[Any] = [llm.engine.runner, getattr(llm.drafter, "runner", llm.engine.runner)]
         for runner in runners:
-            runner.graphs.enabled = True  # so that shapes are those of a GPU
+            runner.graphs.enabled = True  # so that passes have the shapes that they have on a GPU
         round_ms = sorted(ms for _ in range(REPEATS) for ms in rounds_of(llm, batch, num_rounds, replays))
         print(f"| {draft or 'plain'} | {batch} | {round_ms[0]:.3f} | {round_ms[len(round_ms) // 10]:.3f} |", flush=True)
 

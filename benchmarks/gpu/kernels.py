@@ -1,7 +1,7 @@
-"""Kernels one by one, at the shape of Llama 3 8B: microseconds, and the bytes that each has to move.
+"""Measures single kernels with the shapes of Llama 3 8B: microseconds, and the bytes that each has to move.
 
-A kernel is measured in a graph of many launches in turn. Weights, keys and values are several copies, so that they come
-from memory, as in a pass; what lies between kernels does not. Beside attention stands torch's own.
+A kernel is measured in a graph of many launches. These use several copies of weights, keys and values in turn, so that
+they are read from memory, as in a pass; activations may stay in the GPU's cache. Attention is compared with torch's.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ ROW_WORK = (1, 16, 128, 2048)
 CONTEXTS, TINY_CONTEXTS = (512, 2048, 8192), (40,)
 COMPANY = ((1, 1), (1, 8), (8, 1), (8, 8))  # sequences, and the rows of each
 BLOCK_SIZE, SPARE_SLOTS = 64, 4
-COLD_BYTES = 200 << 20  # of copies in turn: more than any card's cache holds
+COLD_BYTES = 200 << 20  # of all copies: more than the cache of any card
 FEWEST_LAUNCHES, MOST_COPIES, RUNS, PROMPT_RUNS = 8, 32, 15, 5
 
 
 def copies_of(num_bytes: float) -> int:
-    """How many copies of something are needed so that none is found in the cache."""
+    """The number of copies of a tensor of `num_bytes` that are needed so that none is read from the GPU's cache."""
     return max(2, min(MOST_COPIES, -(-COLD_BYTES // max(1, int(num_bytes)))))
 
 
 def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The products of a pass: outputs and inputs."""
+    """The numbers of outputs and inputs of the matrices of a pass, by name."""
     return {
         "qkv": ((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
         "out": (c.hidden, c.heads * c.head_dim),
@@ -50,13 +50,13 @@ def matrices(c: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def drawing(device: torch.device) -> Callable[..., Tensor]:
-    """What draws a tensor of a shape, in bfloat16."""
+    """A function that draws a random tensor of a given shape, in bfloat16."""
     noise = torch.Generator(device).manual_seed(0)
     return partial(torch.randn, generator=noise, device=device, dtype=torch.bfloat16)
 
 
 def products(setting: Setting, form: WeightFormat) -> None:
-    """Every product of a layer, and the head's, by rows."""
+    """Measure every matrix product of a layer, and of the head, with several numbers of rows."""
     backend, device = GpuBackend(setting.placement(form, products=True)), setting.device
     drawn = drawing(device)
     for name, (outputs, inputs) in [*matrices(config_of(setting)).items()][: 1 if setting.dry else None]:
@@ -72,7 +72,7 @@ def products(setting: Setting, form: WeightFormat) -> None:
 
 
 def ops_of(setting: Setting) -> Ops:
-    """The kernels; in a dry run by Triton's interpreter, or torch's functions where Triton is missing."""
+    """The kernels; in a dry run Triton's interpreter runs them, or torch's functions replace them without Triton."""
     if not setting.dry:
         return ops_for(setting.device)
     return TritonOps(load_kernels()) if has_triton() else TorchOps()
@@ -81,7 +81,7 @@ def ops_of(setting: Setting) -> Ops:
 def chains(
     c: ModelConfig, lengths: Sequence[int], rows: int, slots: int, captured: bool, device: torch.device
 ) -> Inputs:
-    """The tables of a pass over a chain of `rows` behind each text; sequence i has its slots from i * `slots` on."""
+    """The tables of a pass over a chain of `rows` after each text; the slots of sequence i begin at i * `slots`."""
     layout = Layout(tile_rows(c.heads, c.kv_heads))
     for i, length in enumerate(lengths):
         layout.add([0] * rows, range(rows), i * slots, length)
@@ -94,7 +94,7 @@ def chains(
 
 
 def attention(setting: Setting) -> None:
-    """Rows behind long texts, as in captured passes, and prompts."""
+    """Measure attention of a few rows after long texts, as in captured passes, and of prompts."""
     c, contexts = config_of(setting), TINY_CONTEXTS if setting.dry else CONTEXTS
     for sequences, rows in COMPANY[1:2] if setting.dry else COMPANY:
         for length in contexts:
@@ -104,7 +104,7 @@ def attention(setting: Setting) -> None:
 
 
 def attend(setting: Setting, c: ModelConfig, kind: str, sequences: int, rows: int, length: int) -> None:
-    """One case, beside torch's attention over the same keys, in which all rows of a sequence are a masked matrix."""
+    """Measure one case, and torch's attention over the same keys, with all rows of a sequence in one masked matrix."""
     ops, device, captured = ops_of(setting), setting.device, length > 0
     slots = -(-(length + rows) // BLOCK_SIZE) * BLOCK_SIZE
     tables = chains(c, [length] * sequences, rows, slots, captured, device)
@@ -136,12 +136,12 @@ def attend(setting: Setting, c: ModelConfig, kind: str, sequences: int, rows: in
 
 
 def unread(x: Tensor) -> Tensor:
-    """A linear layer that is not asked."""
-    raise AssertionError("between products there are none")
+    """A linear layer that must not be called."""
+    raise AssertionError("the measured kernels call no linear layer")
 
 
 def row_work(setting: Setting) -> None:
-    """What lies between products and attention: norms, rotation and storing, activation."""
+    """Measure the kernels between products and attention: norms, rotation and storing, activation."""
     c, device, ops = config_of(setting), setting.device, ops_of(setting)
     drawn, layer = drawing(device), Attention(None, unread, unread, None, None, None)
     for rows in ROW_WORK[:1] if setting.dry else ROW_WORK:

@@ -1,6 +1,6 @@
-"""A plugin of pytest: each test's outcome is a line of the journal as soon as it is known.
+"""A pytest plugin that appends the outcome of each test to the journal when the test ends.
 
-It must not import forerun, since pytest loads it before the hooks that check shapes.
+It must not import forerun, because pytest loads it before the hooks that check shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ JOURNAL, PART = "FORERUN_GPU_JOURNAL", "FORERUN_GPU_PART"  # environment variabl
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """pytest's hook. Where several processes run tests, the one that hands them out is told of all."""
+    """The hook that pytest calls with each report. With several processes only their controller writes: it gets every
+    worker's reports."""
     if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
         return
     entry = {"part": os.environ[PART], "table": "tests", "test": report.nodeid, "outcome": report.outcome,

@@ -1,4 +1,4 @@
-"""The parts of a run in one table: the dearest questions first, each with the seconds that it may take."""
+"""The parts of a run in one table, the most important first, each with its time limit in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS = ("tests", "kernels", "speed")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPart:
-    """One part: it runs in a process of its own and is stopped after `limit_s`."""
+    """A part of the run, which is executed in its own process and stopped after `limit_s`."""
 
     name: str
     group: str
@@ -33,7 +33,7 @@ class MeasuredPart:
 
 
 def all_parts() -> list[MeasuredPart]:
-    """Every part, in the order in which they are run; the card's own facts come first, whatever is asked for."""
+    """Every part in the order of execution. The first one, which queries the card, belongs to every run."""
     forms = FORMATS.values()
     return [
         MeasuredPart(CARD, CARD, 60, card),
@@ -46,7 +46,7 @@ def all_parts() -> list[MeasuredPart]:
         *(MeasuredPart(f"texts/{form.name}", "speed", 60, partial(passes.texts, form=form)) for form in forms),
         *(MeasuredPart(f"family/{form.name}", "speed", 150, partial(family.widened, form=form)) for form in forms
           if form.widened),
-        MeasuredPart("unseen", "speed", 60, partial(unseen.unseen_guesses, form=FORMATS["library"])),
+        MeasuredPart("unseen", "speed", 60, partial(unseen.unseen_draft_tokens, form=FORMATS["library"])),
         *(MeasuredPart(f"heads/{form.name}", "speed", 120, partial(family.heads, form=form)) for form in forms
           if form.quantize is None),
         MeasuredPart("transformers", "speed", 90, family.by_transformers),
@@ -56,27 +56,30 @@ def all_parts() -> list[MeasuredPart]:
 
 
 def chosen(names: Sequence[str]) -> list[MeasuredPart]:
-    """The parts of these groups, or with these names, in the order of the names; all of them where there is none.
+    """The parts with these names, or in groups with these names, in the order of `names`; without names, all parts.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
-    there = all_parts()
-    found = there[:1]
+    parts = all_parts()
+    selected = parts[:1]
     for name in names or ("all",):
-        match = [p for p in there if name in ("all", p.group, p.name, p.name.partition("/")[0])]
+        match = [p for p in parts if name in ("all", p.group, p.name, p.name.partition("/")[0])]
         if not match:
-            known = ", ".join(["all", *GROUPS, *(part.name for part in there)])
+            known = ", ".join(["all", *GROUPS, *(part.name for part in parts)])
             raise ValueError(f"{name!r} is no part: use {known}")
-        found += [part for part in match if part not in found]
-    return found
+        selected += [part for part in match if part not in selected]
+    return selected
 
 
 def card(setting: Setting) -> None:
-    """What computes here, and what a copy moves."""
+    """Record the card, the driver, the versions and the bandwidth of a copy.
+
+    Raises RuntimeError if torch sees no GPU.
+    """
     if not (setting.dry or torch.cuda.is_available()):
         raise RuntimeError("torch sees no GPU here")
-    said = shell("nvidia-smi", "--query-gpu=driver_version,memory.total,clocks.max.sm", "--format=csv,noheader")
-    driver, memory, clock = ([*said.splitlines()[0].split(", ")] if said else ["", "", ""])[:3]
+    answer = shell("nvidia-smi", "--query-gpu=driver_version,memory.total,clocks.max.sm", "--format=csv,noheader")
+    driver, memory, clock = ([*answer.splitlines()[0].split(", ")] if answer else ["", "", ""])[:3]
     setting.add(
         "card",
         name="no GPU: a dry run" if setting.dry else torch.cuda.get_device_name(setting.device),
@@ -88,14 +91,14 @@ def card(setting: Setting) -> None:
 
 
 def bandwidth(device: torch.device, num_bytes: int) -> float:
-    """GB/s of a copy, bytes read and written."""
+    """The bandwidth of a copy in GB/s, counting bytes read and written."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / device_ms(lambda: target.copy_(source), device, 20) / 1e6
 
 
 def shell(*command: str) -> str:
-    """What a program prints; empty where it is missing or fails."""
+    """The output of a program; empty if the program is missing or takes more than 20 seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=suite.PROJECT, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -103,7 +106,7 @@ def shell(*command: str) -> str:
 
 
 def installed(package: str) -> str:
-    """Its version, or nothing."""
+    """The version of a package; empty if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

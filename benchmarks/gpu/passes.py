@@ -1,7 +1,8 @@
-"""Passes of fixed shape, random weights of the shape of Llama 3 8B: their time against bandwidth, v(k), and long texts.
+"""Measures passes of fixed shape, with random weights of the shape of Llama 3 8B.
 
-Steps: one sequence behind 512 tokens. Texts: prompts read at once, and few tokens behind long ones. Gaps: an engine's
-plain rounds, and how long the device is idle between two of them.
+- Steps: passes over 1 to 144 tokens of one sequence after 512 tokens, v(k), and the time with the host's work.
+- Texts: prompts that are read in one pass, and passes over 1 and 8 tokens after them.
+- Gaps: an engine's plain rounds, and how long the device is idle between two of them.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ COUNTS = (1, 8, 16, 32, 64, 128, 144)  # up to 16 share a graph
 CONTEXT, TINY_CONTEXT = 512, 40
 TEXTS, TINY_TEXTS = (512, 2048, 8192), (40,)  # tokens
 RUNS, PROMPT_RUNS, WARM_UP = 30, 5, 6
-PROFILED, MOST_KERNELS = 5, 12  # passes, and kernels that are told of
+PROFILED, MOST_KERNELS = 5, 12  # passes that are profiled, and kernels that are reported
 
 
 def config_of(setting: Setting) -> ModelConfig:
-    """The shape that is measured."""
+    """The configuration of the measured model."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(setting.fields))
         return read_config(Path(folder))
 
 
 def random_runner(setting: Setting, form: WeightFormat) -> GraphRunner:
-    """A decoder of this shape with random weights."""
+    """A runner of the measured model with random weights, in this format."""
     config, placement = config_of(setting), setting.placement(form)
     dice = torch.Generator(placement.device).manual_seed(0)
 
@@ -67,13 +68,13 @@ def random_runner(setting: Setting, form: WeightFormat) -> GraphRunner:
 
 
 def weight_bytes(c: ModelConfig, bits: float) -> float:
-    """What a pass reads of the weights: all layers and the head, not the embedding."""
+    """The bytes of weights that a pass reads: those of all layers and the head, without the embedding."""
     attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     return bits / 8 * (c.layers * (attention + 3 * c.hidden * c.intermediate) + c.vocab_size * c.hidden)
 
 
 def steps(setting: Setting, form: WeightFormat) -> None:
-    """v(k) and the time with the host, in one format."""
+    """Measure v(k), and the time of passes with the host's work, in one format."""
     runner, device, runs = random_runner(setting, form), setting.device, 1 if setting.dry else RUNS
     num_bytes = weight_bytes(runner.decoder.config, form.bits)
     context = TINY_CONTEXT if setting.dry else CONTEXT
@@ -102,7 +103,7 @@ def steps(setting: Setting, form: WeightFormat) -> None:
 
 
 def texts(setting: Setting, form: WeightFormat) -> None:
-    """Reading a prompt in one pass, and passes of one token and of eight behind it."""
+    """Measure prompts that are read in one pass, and passes over one token and over eight after them."""
     runner, device = random_runner(setting, form), setting.device
 
     def whole(read: Read) -> None:
@@ -124,7 +125,7 @@ def texts(setting: Setting, form: WeightFormat) -> None:
 
 
 def replays(runner: GraphRunner) -> Callable[[], object] | None:
-    """Replaying the graph that was used last, and nothing else; None where nothing is captured."""
+    """The function that replays the last captured graph; None if no graph is captured."""
     if not runner.graphs.captured:
         return None
     graph, _ = list(runner.graphs.captured.values())[-1]
@@ -132,9 +133,10 @@ def replays(runner: GraphRunner) -> Callable[[], object] | None:
 
 
 def gaps(setting: Setting, form: WeightFormat, runner: GraphRunner, runs: int) -> None:
-    """One sequence's plain rounds, and how long the device is idle between a verdict and the pass behind it.
+    """Measure one sequence's plain rounds, and how long the device is idle between a verdict and the next pass.
 
-    With passes that are begun before the host has the verdict, and without; by turns. GPUs only.
+    Rounds with passes ahead, which start before the host has the verdict, alternate with rounds without them. Does
+    nothing on a CPU.
     """
     if not runner.graphs.enabled:
         return
@@ -153,7 +155,7 @@ def gaps(setting: Setting, form: WeightFormat, runner: GraphRunner, runs: int) -
 def plain_rounds(
     runner: GraphRunner, ahead: bool, runs: int
 ) -> tuple[list[tuple[torch.cuda.Event, torch.cuda.Event, bool]], list[float]]:
-    """When each graph of some rounds began and ended on the device, and whether it is a pass; seconds of the rounds."""
+    """Events of the start and the end of each graph, with whether it is a pass; and the seconds of each round."""
     params = SamplingParams(temperature=1, max_tokens=runs + WARM_UP, ignore_eos=True)
     stop = StopChecker(params, (), None, runs + WARM_UP)
     engine, events = Engine(runner), list[tuple[torch.cuda.Event, torch.cuda.Event, bool]]()
@@ -184,7 +186,7 @@ def plain_rounds(
 
 
 def profile(setting: Setting, form: WeightFormat) -> None:
-    """What of a pass of one token behind a short text goes into which kernel."""
+    """Measure the time of each kernel in a pass over one token after a short text."""
     runner = random_runner(setting, form)
     runner.read([Read(0, [7] * TINY_CONTEXT)])
     runner.keep([0], [range(TINY_CONTEXT)])

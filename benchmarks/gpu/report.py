@@ -1,7 +1,7 @@
-"""What a run's journal comes to: JSON, a page for a reader, and a section for RESULTS.md.
+"""Turns the journal of a run into JSON, a Markdown page and a section for RESULTS.md.
 
-A row that was measured again stands in the place of the earlier one. Shares are of the bandwidth of a copy on the same
-card in the same run.
+A row that was measured again replaces the earlier one. Shares of bandwidth are relative to a copy on the same card in
+the same run.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ BEFORE = "## Simulated machines"  # the section of RESULTS.md before which a new
 
 
 def tables_of(folder: Path) -> dict[str, list[Row]]:
-    """The journal's rows by table, and in `parts` what became of each part."""
-    found: dict[str, dict[Any, Row]] = {name: {} for name in ("parts", *KEYS)}
+    """The journal's rows by table; the table `parts` has the final state of each part."""
+    tables: dict[str, dict[Any, Row]] = {name: {} for name in ("parts", *KEYS)}
     for entry in Journal.read(folder / "rows.jsonl").entries:
         if isinstance(entry, dict) and "end" in entry:
-            found["parts"][entry["end"]] = entry
+            tables["parts"][entry["end"]] = entry
         elif isinstance(entry, dict) and entry.get("table") in KEYS:
-            found[entry["table"]][tuple(entry.get(key) for key in KEYS[entry["table"]])] = entry
-    return {name: list(rows.values()) for name, rows in found.items()}
+            tables[entry["table"]][tuple(entry.get(key) for key in KEYS[entry["table"]])] = entry
+    return {name: list(rows.values()) for name, rows in tables.items()}
 
 
 def write_report(folder: Path) -> None:
-    """`report.json` and `report.md` of what is known so far."""
+    """Write `report.json` and `report.md` from the rows that the journal has now."""
     tables = tables_of(folder)
     (folder / "report.json").write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(
@@ -50,7 +50,7 @@ def write_report(folder: Path) -> None:
 
 
 def states(tables: Mapping[str, Sequence[Row]]) -> str:
-    """The table of parts."""
+    """The table of parts, with the state and the duration of each."""
     return table(("part", "state", "seconds"), tables["parts"], lambda p: (p["end"], p["state"], p["seconds"]))
 
 
@@ -58,60 +58,61 @@ def section(tables: Mapping[str, Sequence[Row]]) -> str:
     """The section for RESULTS.md, with every table that has a row."""
     card = tables["card"][0] if tables["card"] else {}
     speed = card.get("bandwidth_gb_s") or float("nan")
-    parts = [f"## {card.get('name', 'A card that was not asked')}, {card.get('date', '')}", facts(card)]
+    parts = [f"## {card.get('name', 'An unknown card')}, {card.get('date', '')}", facts(card)]
     parts += [tests(tables["tests"]), *kernels(tables, speed), *passes(tables, speed), family(tables["family"])]
     parts.append(unseen(tables["unseen"]))
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
 def facts(card: Row) -> str:
-    """What computed, in a paragraph."""
+    """A paragraph with the commit, the card's properties, the versions and the bandwidth of a copy."""
     if not card:
         return ""
     names = {"driver": "driver", "memory": "memory", "clock": "clock up to", "torch": "torch", "cuda": "CUDA",
              "triton": "Triton", "transformers": "transformers", "python": "Python", "cores": "cores"}  # fmt: skip
-    said = ", ".join(f"{word} {card[key]}" for key, word in names.items() if card.get(key))
+    details = ", ".join(f"{word} {card[key]}" for key, word in names.items() if card.get(key))
     commit = f"commit `{card['commit']}`, " if card.get("commit") else ""
-    copy = f"A copy moves {card['bandwidth_gb_s']:,.0f} GB/s, bytes read and written."
-    return f"{commit}sources `{card['sources']}`; {said}. {copy}"
+    copy = f"A copy moves {card['bandwidth_gb_s']:,.0f} GB/s, counting bytes read and written."
+    return f"{commit}sources `{card['sources']}`; {details}. {copy}"
 
 
 def tests(rows: Sequence[Row]) -> str:
-    """How many tests passed, and what the others said."""
+    """The number of tests by outcome, and the message of each failed one."""
     counts = {kind: sum(row["outcome"] == kind for row in rows) for kind in ("passed", "failed", "skipped")}
     failed = [f"- `{row['test']}`: {row.get('said', '')}" for row in rows if row["outcome"] == "failed"]
-    said = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    return "\n".join([f"`tests/gpu`: {said}.", *[""][: len(failed)], *failed]) if rows else ""
+    outcomes = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return "\n".join([f"`tests/gpu`: {outcomes}.", *[""][: len(failed)], *failed]) if rows else ""
 
 
 def kernels(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
-    """Microseconds of every kernel beside what its bytes take."""
+    """The time of every kernel, next to the time in which the card moves the kernel's bytes at `speed` GB/s."""
 
-    def beside(row: Row) -> tuple[str, str]:
+    def memory_limit(row: Row) -> tuple[str, str]:
         least_us = row["bytes"] / speed / 1e3
         return f"{least_us:.1f}", f"{least_us / row['us']:.0%}"
 
+    limit = "memory limit, µs", "share of bandwidth"
     return [
-        headed("**Products**", table(
-            ("format", "matrix", "outputs × inputs", "rows", "µs", "its bytes, µs", "share"), tables["products"],
+        headed("**Matrix products**", table(
+            ("format", "matrix", "outputs × inputs", "rows", "time, µs", *limit), tables["products"],
             lambda r: (r["format"], r["matrix"], f"{r['outputs']} × {r['inputs']}", r["rows"], f"{r['us']:.1f}",
-                       *beside(r)))),
-        headed("**Tiles**: what is chosen, and the fastest (`tiles.py` says what the numbers are)", table(
-            ("format", "matrix", "rows", "chosen, µs", "fastest, µs", "fastest", "of the chosen", "same bits"),
+                       *memory_limit(r)))),
+        headed("**Tiles**: the chosen and the fastest one (fields of `Tile` and `GroupTile` in `tiles.py`)", table(
+            ("format", "matrix", "rows", "chosen, µs", "fastest, µs", "fastest tile", "their ratio", "same bits"),
             *fastest_tiles(tables["tiles"]))),
         headed("**Attention** of one layer", table(
-            ("kind", "sequences", "rows", "context", "µs", "torch's, µs", "its bytes, µs", "share", "TFLOP/s"),
+            ("kind", "sequences", "rows", "context", "time, µs", "torch's, µs", *limit, "TFLOP/s"),
             tables["attention"],
             lambda r: (r["kind"], r["sequences"], r["rows"], r["context"], f"{r['us']:.1f}", f"{r['torch_us']:.1f}",
-                       *beside(r), f"{r['flops'] / r['us'] / 1e6:.1f}"))),
-        headed("**Row work**", table(
-            ("kernel", "rows", "µs", "its bytes, µs", "share"), tables["row_work"],
-            lambda r: (r["kernel"], r["rows"], f"{r['us']:.1f}", *beside(r)))),
+                       *memory_limit(r), f"{r['flops'] / r['us'] / 1e6:.1f}"))),
+        headed("**Norms, rotation and activation**", table(
+            ("kernel", "rows", "time, µs", *limit), tables["row_work"],
+            lambda r: (r["kernel"], r["rows"], f"{r['us']:.1f}", *memory_limit(r)))),
     ]  # fmt: skip
 
 
 def fastest_tiles(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], Sequence[Any]]]:
-    """The fastest tile of each case, and its cells beside the chosen one's."""
+    """The row of the fastest tile of each case, and the function that compares it with the chosen tile."""
     by_case: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         by_case.setdefault((row["format"], row["matrix"], row["rows"]), []).append(row)
@@ -126,30 +127,30 @@ def fastest_tiles(rows: Sequence[Row]) -> tuple[list[Row], Callable[[Row], Seque
 
 
 def passes(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
-    """Passes of a whole model."""
-    kinds = {True: "the next pass begun ahead", False: "not ahead"}
+    """Passes of an entire model: their times, the idle time between them, prompts, and kernels."""
+    kinds = {True: "with passes ahead", False: "without passes ahead"}
     idle = "; ".join(
         f"{g['format']}, {kinds[g['ahead']]}, {g['idle_us']:.0f} µs in rounds of {g['round_ms']:.2f} ms"
         for g in tables["gaps"]
     )
     return [
-        headed("**Passes** behind 512 tokens", table(
-            ("format", "tokens", "pass, ms", "v", "share of bandwidth", "with the host, ms"), tables["steps"],
+        headed("**Passes** of one sequence, with a context of 512 tokens", table(
+            ("format", "tokens", "pass, ms", "v(k)", "share of bandwidth", "with the host's work, ms"), tables["steps"],
             lambda s: (s["format"], s["tokens"], f"{s['pass_ms']:.2f}", f"{s['v']:.2f}",
                        f"{s['weight_bytes'] / s['pass_ms'] / 1e6 / speed:.0%}", f"{s['with_host_ms']:.2f}"))),
-        f"Idle between a verdict and the next pass: {idle}." if idle else "",
-        headed("**Texts**", table(
-            ("format", "tokens", "prompt, ms", "then one token, ms", "eight, ms"), tables["texts"],
+        f"The GPU is idle between a verdict and the next pass: {idle}." if idle else "",
+        headed("**Prefill, and passes with long contexts**", table(
+            ("format", "context", "prefill, ms", "pass over 1 token, ms", "pass over 8, ms"), tables["texts"],
             lambda t: (t["format"], t["length"], f"{t['prompt_ms']:.1f}", f"{t['pass_of_1_ms']:.2f}",
                        f"{t['pass_of_8_ms']:.2f}"))),
-        headed("**A pass of one token, by kernel**", table(
+        headed("**A pass over one token, by kernel**", table(
             ("format", "kernel", "launches", "µs"), tables["profile"],
             lambda p: (p["format"], f"`{p['kernel']}`", f"{p['calls']:.0f}", f"{p['us']:.0f}"))),
     ]  # fmt: skip
 
 
 def family(rows: Sequence[Row]) -> str:
-    """Tokens per second, beside plain decoding by the same engine and format."""
+    """Tokens per second, and the ratio over plain decoding with the same engine and format."""
     plain = {
         (r["engine"], r["format"], r["temperature"], r["batch"]): r["tokens_per_s"]
         for r in rows
@@ -164,13 +165,13 @@ def family(rows: Sequence[Row]) -> str:
         return (r["engine"], r["format"], r["draft"], r["depth"] or "", r["temperature"], r["batch"],
                 f"{r['tokens_per_s']:.0f}", ratio, rounds, r.get("captures", ""), same)  # fmt: skip
 
-    names = ("engine", "format", "draft", "depth", "temperature", "batch", "tokens/s", "of plain", "tokens a round",
-             "captures", "answers as plain")  # fmt: skip
+    names = ("engine", "format", "draft", "depth", "temperature", "batch", "tokens/s", "over plain", "tokens per round",
+             "captures", "answers equal to plain's")  # fmt: skip
     return headed("**The bundled family**, its target widened to 1 B parameters", table(names, rows, cells))
 
 
 def unseen(rows: Sequence[Row]) -> str:
-    """Rounds whose guesses the host does not see, beside those in which it waits for them or goes on with them."""
+    """Round times in the modes of `unseen.py`, and their ratios over the mode `unseen`."""
     usual = {(r["format"], r["batch"], r["depth"]): r["round_ms"] for r in rows if r["mode"] == "unseen"}
 
     def cells(r: Row) -> tuple[Any, ...]:
@@ -180,25 +181,24 @@ def unseen(rows: Sequence[Row]) -> str:
         return (r["format"], r["batch"], r["depth"], r["mode"], f"{r['round_ms']:.3f}", ratio, more_us,
                 f"{r['tokens_per_round']:.2f}", f"{r['tokens_per_s']:.0f}", "yes" if r["same"] else "no")  # fmt: skip
 
-    names = ("format", "batch", "depth", "guesses are", "a round, ms", "of unseen", "more, µs", "tokens a round",
+    names = ("format", "batch", "depth", "mode", "round, ms", "time over unseen", "difference, µs", "tokens per round",
              "tokens/s", "same tokens")  # fmt: skip
-    return headed(
-        "**Guesses that the host does not see**, of the bundled family widened to 1 B", table(names, rows, cells)
-    )
+    head = "**Draft tokens that the host does not see** (`unseen`), waits for (`waited`) or passes on (`seen`)"
+    return headed(f"{head}, of the bundled family widened to 1 B parameters", table(names, rows, cells))
 
 
 def headed(head: str, body: str) -> str:
-    """A table under its name; nothing where it has no rows."""
+    """A table below its name; an empty string if the table has no rows."""
     return f"{head}\n\n{body}" if body else ""
 
 
 def table(names: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], Sequence[Any]]) -> str:
-    """A Markdown table; nothing where there is no row."""
+    """A Markdown table; an empty string if there are no rows."""
     return markdown.table(names, map(cells, rows)) if rows else ""
 
 
 def insert(results: Path, text: str) -> None:
-    """Put a section into RESULTS.md, in the place of one with this heading if there is one."""
+    """Insert a section into RESULTS.md; it replaces a section with the same heading."""
     page, heading = results.read_text(encoding="utf-8"), text.partition("\n")[0] + "\n"
     begin = page.find("\n" + heading) + 1 or page.index("\n" + BEFORE) + 1
     after = page.find("\n## ", begin) + 1 if page.startswith(heading, begin) else begin

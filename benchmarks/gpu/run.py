@@ -1,8 +1,8 @@
-"""Runs parts one after the other, each in a process of its own and no longer than it may.
+"""Runs parts one after the other, each in its own process and with a time limit.
 
-The folder holds `rows.jsonl`, to which everything is added as it is learned; `report.json` and `report.md`, which are
-made from it again and again; and `log.txt`, all that the parts printed. A part that was done is not run again. The
-process that looks after the others never touches the GPU, so that what a part breaks there is gone with the part.
+The folder contains `rows.jsonl`, to which each row is added as soon as it is measured; `report.json` and `report.md`,
+which are rewritten from it every few seconds; and `log.txt`, everything that the parts printed. A part that is done is
+not run again. The parent process never uses the GPU, so an error there ends with the process of the part.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from benchmarks.gpu.setting import Setting
 from forerun.store import Journal
 
 POLL_S, REPORT_S = 0.05, 2.0
-TAIL_LINES = 12  # of what a failed part printed
-LEAST_SHARE = 0.25  # of its limit has to be left for a part to be begun
+TAIL_LINES = 12  # of a failed part's output, which are printed
+LEAST_SHARE = 0.25  # a part starts only if this share of its time limit is left
 
 
 def run_parts(parts: Sequence[MeasuredPart], setting: Setting, until_s: float) -> dict[str, str]:
-    """What became of each part: done (now or before), failed, stopped at its limit, or skipped for want of time.
+    """Run the parts until `until_s`, a time of `time.monotonic`, and return the final state of each.
 
-    `until_s` is a time of `time.monotonic`. Nothing else is begun where the card cannot be asked.
+    States are done (now or in an earlier run), failed, stopped (at its time limit) and skipped (for lack of time).
+    If querying the card fails, no other part is started.
     """
     log, states = setting.journal.parent / "log.txt", {}
     for part in parts:
@@ -53,24 +54,25 @@ def run_parts(parts: Sequence[MeasuredPart], setting: Setting, until_s: float) -
 
 
 def done(journal: Path) -> set[str]:
-    """The parts that need not be run again."""
+    """The names of the parts that were completed, in this run or an earlier one."""
     return {e["end"] for e in Journal.read(journal).entries if isinstance(e, dict) and e.get("state") == "done"}
 
 
 def end(setting: Setting, name: str, state: str, seconds: float) -> None:
-    """Write down what became of a part."""
+    """Add the final state of a part to the journal."""
     journal = Journal.read(setting.journal)
-    journal.keep(len(journal.entries))  # without a line that a kill cut off
+    journal.keep(len(journal.entries))  # removes a last line that is incomplete because its writer was killed
     journal.add({"end": name, "state": state, "seconds": round(seconds, 1)})
 
 
 def attempt(part: MeasuredPart, setting: Setting, limit_s: float, log: Path) -> str:
-    """Run one part in a process of its own; what it prints goes into the log."""
-    began, told, size = time.monotonic(), time.monotonic(), log.stat().st_size if log.exists() else 0
+    """Run one part in its own process, with its output in the log, and return its final state."""
+    began = reported = time.monotonic()
+    size = log.stat().st_size if log.exists() else 0
     child = os.fork()
     if child == 0:
         work(part, setting, log)
-    with suppress(OSError):  # the child does it too: whoever comes first
+    with suppress(OSError):  # the child does this too, since either may run first
         os.setpgid(child, child)
     try:
         state = ""
@@ -81,8 +83,8 @@ def attempt(part: MeasuredPart, setting: Setting, limit_s: float, log: Path) -> 
                 state = "failed" if status else "done"
             elif now - began > limit_s:
                 state = "stopped"
-            elif now - told > REPORT_S:
-                told = now
+            elif now - reported > REPORT_S:
+                reported = now
                 write_report(setting.journal.parent)
             time.sleep(0 if state else POLL_S)
     finally:
@@ -92,22 +94,22 @@ def attempt(part: MeasuredPart, setting: Setting, limit_s: float, log: Path) -> 
     write_report(setting.journal.parent)
     print(f"{part.name}: {state}, {seconds:.1f} s", flush=True)
     if state != "done":
-        said = log.read_bytes()[size:].decode(errors="replace").splitlines()
-        print("\n".join(f"  | {line}" for line in said[-TAIL_LINES:]), flush=True)
+        output = log.read_bytes()[size:].decode(errors="replace").splitlines()
+        print("\n".join(f"  | {line}" for line in output[-TAIL_LINES:]), flush=True)
     return state
 
 
 def work(part: MeasuredPart, setting: Setting, log: Path) -> None:
-    """The child's whole life; it never returns."""
+    """Run the part in the child process, and end the process: this function never returns."""
     status = 1
     try:
-        os.setpgid(0, 0)  # so that all its processes can be ended together
+        os.setpgid(0, 0)  # so that the part and the processes that it starts can be ended together
         with log.open("ab", buffering=0) as file:
             file.write(f"\n== {part.name}\n".encode())
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         if setting.dry:
-            torch.set_num_threads(1)  # of many, most wait where other programs keep the cores busy
+            torch.set_num_threads(1)  # with more, threads wait for each other while other programs use the cores
         with torch.inference_mode():
             part.body(replace(setting, part=part.name))
         status = 0
@@ -120,7 +122,7 @@ def work(part: MeasuredPart, setting: Setting, log: Path) -> None:
 
 
 def kill(child: int) -> None:
-    """End a part's processes, whatever is left of them."""
+    """End the processes of a part that are still running."""
     try:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)

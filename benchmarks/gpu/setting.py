@@ -1,4 +1,4 @@
-"""What every part is told: where it computes, in which shape, and where its rows go; and formats of weights."""
+"""The settings that every part receives (device, shape of the model, journal), and the formats of weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TINY = LLAMA_8B | {
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How weights are held and multiplied; `bits` is what a weight takes, scales included.
+    """How weights are stored and multiplied; `bits` is the size of a weight, scales included.
 
-    Kernels, passes and the family are measured in each format; `widened` is false where the family is left out.
+    Kernels and passes are measured in each format, the bundled family in those with `widened`.
     """
 
     name: str
@@ -54,13 +54,13 @@ FORMATS = {
 
 
 def has_triton() -> bool:
-    """Whether kernels can run here, if only by the interpreter."""
+    """Whether kernels can run here, on a GPU or in Triton's interpreter."""
     return find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One part's surroundings. In a dry run shapes are tiny, and a CPU computes."""
+    """The device, the model's shape and the journal of one part. A dry run uses tiny shapes on a CPU."""
 
     dry: bool
     journal: Path
@@ -68,17 +68,20 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """The first GPU; a CPU in a dry run."""
+        """The first GPU; the CPU in a dry run."""
         return torch.device("cpu") if self.dry else torch.device("cuda", 0)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The `config.json` of the model whose passes and kernels are measured."""
+        """The `config.json` of the model with whose shapes passes and kernels are measured."""
         return TINY if self.dry else LLAMA_8B
 
     def placement(self, form: WeightFormat, products: bool = False) -> Placement:
-        """Where passes of fixed shape run, with this format's products; in a dry run, which would take minutes by
-        Triton's interpreter, only where these `products` are what is measured."""
+        """The placement of passes of fixed shape, with this format's matrix products.
+
+        In a dry run Triton's interpreter computes the products, which would take minutes for entire passes: then the
+        format's products are used only if `products` is set, because they are what is measured.
+        """
         if self.dry:
             return Placement(
                 torch.device("cpu"), fixed=True, one_gemm=products and has_triton() and form != FORMATS["library"]
@@ -86,7 +89,7 @@ class Setting:
         return replace(Placement.of("cuda"), one_gemm=form.one_gemm)
 
     def add(self, table: str, **row: Any) -> None:
-        """A row, on disk when this returns: what was measured is not lost with a machine whose time is up."""
+        """Add a row to the journal; it is on disk when this returns, so it survives the end of the machine's time."""
         entry: Mapping[str, Any] = {"part": self.part, "table": table} | row
         Journal(self.journal, []).add(entry)
         print(table, json.dumps(row), flush=True)

@@ -1,4 +1,4 @@
-"""The tests of a GPU, a file at a time. A file that is run again leaves out the tests that passed before."""
+"""Runs the tests of `tests/gpu`, one file at a time. A file that is run again skips the tests that have passed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from forerun.store import Journal
 PROJECT = Path(__file__).resolve().parents[2]
 FOLDER = PROJECT / "tests" / "gpu"
 PROCESSES = 12  # that share the GPU
-NO_TESTS = 5  # pytest's exit status where everything is left out
+NO_TESTS = 5  # pytest's exit status if all tests are deselected
 
 
 def test_files() -> list[Path]:
-    """The files of tests, by name."""
+    """The files of `tests/gpu`, sorted by name."""
     return sorted(FOLDER.glob("test_*.py"))
 
 
 def run_file(setting: Setting, path: Path) -> None:
-    """Run one; raises AssertionError where a test fails."""
+    """Run the tests of one file; raises AssertionError if one fails."""
     entries = Journal.read(setting.journal).entries
     outcomes = {e["test"]: e["outcome"] for e in entries if isinstance(e, dict) and e.get("table") == "tests"}
     passed = [f"--deselect={test}" for test, outcome in outcomes.items() if outcome == "passed"]

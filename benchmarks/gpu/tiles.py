@@ -1,6 +1,6 @@
-"""Every tile of a product, whether a rule chooses it or not: microseconds, and whether all have the same bits.
+"""Measures every tile of a matrix product, whether a rule would choose it or not, and compares the bits of results.
 
-Kernels are compiled by several processes first, each of which would take seconds.
+Several processes compile the kernels first, because each compilation takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forerun.models.backends.gpu.groups import GroupLinear
 from forerun.models.backends.gpu.tiles import TILES, GroupTile, Tile, group_tile_for, group_tiles, kernel_us, tile_for
 
 ROWS = (16, 32, 64, 128)
-FEW_OUTPUTS, MANY_OUTPUTS = 1, 1 << 20  # of layers with most slices, and with fewest
+FEW_OUTPUTS, MANY_OUTPUTS = 1, 1 << 20  # of the layers with the most and with the fewest slices
 BITS: dict[Quantization | None, float] = {None: 16, "int8": 8, "int4": 4.5}
 COMPILERS = 12  # processes
 Product = OneGemmLinear | GroupLinear
@@ -30,7 +30,7 @@ Product = OneGemmLinear | GroupLinear
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One matrix of a layer, its weights' format, and the rows that it is multiplied with."""
+    """One matrix of a layer, the format of its weights, and the number of rows that are multiplied with it."""
 
     matrix: str
     shape: tuple[int, int]
@@ -39,16 +39,16 @@ class Case:
 
     @property
     def tiles(self) -> Sequence[Tile | GroupTile]:
-        """What could compute it: no tile that is mostly padding."""
+        """The tiles that could compute the product, without those of more rows than the product has."""
         if self.quantize is None:
-            found: Sequence[Tile | GroupTile] = TILES
+            tiles: Sequence[Tile | GroupTile] = TILES
         else:
-            found = [*group_tiles(FEW_OUTPUTS, False), *group_tiles(MANY_OUTPUTS, False, self.quantize == "int8")]
-        return [tile for tile in found if tile.rows <= self.rows]
+            tiles = [*group_tiles(FEW_OUTPUTS, False), *group_tiles(MANY_OUTPUTS, False, self.quantize == "int8")]
+        return [tile for tile in tiles if tile.rows <= self.rows]
 
     @property
     def chosen(self) -> Tile | GroupTile:
-        """What does compute it."""
+        """The tile that the fixed rule chooses."""
         outputs = self.shape[0]
         return (
             tile_for(self.rows, outputs)
@@ -57,7 +57,7 @@ class Case:
         )
 
     def layers(self, setting: Setting, count: int) -> list[Product]:
-        """The layer, several times."""
+        """`count` layers of this shape with random weights."""
         noise = torch.Generator(setting.device).manual_seed(0)
         form = WeightFormat("", one_gemm=self.quantize is None, quantize=self.quantize)
         backend, made = GpuBackend(setting.placement(form, products=True)), []
@@ -67,13 +67,13 @@ class Case:
         return made  # type: ignore[return-value]
 
     def inputs(self, setting: Setting) -> torch.Tensor:
-        """Rows of random numbers."""
+        """A random matrix of `rows` inputs."""
         noise = torch.Generator(setting.device).manual_seed(1)
         return torch.randn(self.rows, self.shape[1], generator=noise, device=setting.device, dtype=torch.bfloat16)
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """The matrices of a layer in every format, by rows."""
+    """Every matrix of a layer in every format, with each number of rows."""
     layer = [(name, shape) for name, shape in matrices(config_of(setting)).items() if name != "head"]
     for quantize in BITS:
         for name, shape in layer[: 1 if setting.dry else None]:
@@ -81,7 +81,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 
 def every_tile(setting: Setting) -> None:
-    """All tiles of all cases."""
+    """Measure all tiles of all cases."""
     if not setting.dry:
         compile_all(setting)
     for (shape, quantize), alike in groupby(cases(setting), key=lambda case: (case.shape, case.quantize)):
@@ -93,7 +93,7 @@ def every_tile(setting: Setting) -> None:
 
 
 def measure(setting: Setting, case: Case, layers: Sequence[Product]) -> None:
-    """All tiles of one case; the first of those with equal slices says what the bits are."""
+    """Measure all tiles of one case; results of tiles with equally many slices must equal that of the first."""
     x, first = case.inputs(setting), dict[int, torch.Tensor]()
     for tile in case.tiles:
         product = layers[0].product(x, tile)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def measure(setting: Setting, case: Case, layers: Sequence[Product]) -> None:
 
 
 def compile_all(setting: Setting) -> None:
-    """Every kernel into Triton's cache, by children that each use the GPU for a part of them."""
+    """Compile every kernel into Triton's cache, in child processes that each compile a part of them."""
     children = []
     for share in range(COMPILERS):
         child = os.fork()
@@ -121,7 +121,7 @@ def compile_all(setting: Setting) -> None:
 
 
 def compile_share(setting: Setting, share: int) -> None:
-    """One child's tiles: a kernel depends on a matrix' inputs, not on its outputs or its rows."""
+    """Compile one child's tiles. A kernel depends on the inputs of a matrix, not on its outputs or rows."""
     tried = {(case.shape[1], case.quantize, tile): (case, tile) for case in cases(setting) for tile in case.tiles}
     for case, tile in [*tried.values()][share::COMPILERS]:
         case.layers(setting, 1)[0].product(case.inputs(setting), tile)  # type: ignore[arg-type]

@@ -1,11 +1,13 @@
-"""What it brings that the host does not see a draft model's guesses: drafted rounds with and without, by turns.
+"""Measures how much time a round saves if the host does not wait for a draft model's tokens, in alternating modes.
 
-`unseen` is what forerun does: guesses go from the graph that draws a chain into the target's pass, and the host lays
-the pass out meanwhile. `waited`: the host waits for the guesses before it goes on, and does the rest as before, so that
-the difference is what the wait costs. `seen`: the guesses go on as the host's, as they do where a CPU draws them, which
-is what would be left if there were no unseen guesses; they are not checked, which compiled code would do in no time.
+- `unseen` is what forerun does: draft tokens go from the graph that samples a chain straight into the target's pass,
+  while the host lays out that pass.
+- `waited`: the host waits for the draft tokens but does not use them, so the difference is the cost of the wait.
+- `seen`: the host builds the tree from the draft tokens, as it does where a CPU samples them. Rounds would run like
+  this if unseen draft tokens were not supported. The check of the tree is left out, because the compiled one takes
+  almost no time.
 
-The pair is the bundled one, its target widened as in `family.py`. Greedy, at fixed depths.
+The models are the bundled pair, with the target widened as in `family.py`. Decoding is greedy, at fixed depths.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree
 
 DEPTHS, MODES = (4, 8), ("unseen", "waited", "seen")
-ROUNDS, REPEATS = 24, 3  # of each mode, behind one run that compiles and captures
+ROUNDS, REPEATS = 24, 3  # of each mode, after one run that compiles and captures
 CONTEXT = 512
 DrawChains = Callable[..., Chains | None]
 
 
-def unseen_guesses(setting: Setting, form: WeightFormat) -> None:
-    """Milliseconds of a round in each mode. Raises AssertionError where the modes give different tokens."""
+def unseen_draft_tokens(setting: Setting, form: WeightFormat) -> None:
+    """Measure a round's milliseconds in each mode. Raises AssertionError if the modes give different tokens."""
     num_rounds, repeats = (2, 1) if setting.dry else (ROUNDS, REPEATS)
     batches, depths = ((2,), DEPTHS[:1]) if setting.dry else (BATCHES, DEPTHS)
     llm = LLM(target_of(setting), "model:stdlib-draft", device=setting.placement(form), quantize=form.quantize,
@@ -53,12 +55,12 @@ def unseen_guesses(setting: Setting, form: WeightFormat) -> None:
                         same=all(each.answers == runs[MODES[0]][0].answers for each in [first, *measured]))  # fmt: skip
         answers = [each.answers for each in itertools.chain.from_iterable(runs.values())]
         assert all(each == answers[0] for each in answers), f"modes differ at batch {batch}, depth {depth}"
-        assert switch.num_switched, "no chain was drawn by a call of the runner"
+        assert switch.num_switched, "the drafter's runner drew no chain"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What each round took, how many tokens they gave together, and all tokens by sequence."""
+    """The time of each round, the sum of their tokens, and the tokens of each sequence."""
 
     round_ms: list[float]
     num_tokens: int
@@ -66,7 +68,7 @@ class Run:
 
 
 def rounds_of(llm: LLM, batch: int, depth: int, num_rounds: int) -> Run:
-    """So many rounds in which all sequences are drafted, after a first one that is not measured."""
+    """Run `num_rounds` rounds in which all sequences are drafted, after a first one that is not measured."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=CONTEXT - 32, ignore_eos=True)
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
@@ -91,7 +93,7 @@ def rounds_of(llm: LLM, batch: int, depth: int, num_rounds: int) -> Run:
 
 
 class Switch:
-    """Sets how an engine's drafter, a model, hands its chains over."""
+    """Sets the mode in which the draft model of an engine passes on its chains."""
 
     def __init__(self, llm: LLM) -> None:
         self.engine: Any = llm.engine
@@ -100,14 +102,14 @@ class Switch:
         self.num_switched = 0
 
     def set(self, mode: str) -> None:
-        """Go on in this mode."""
+        """Use this mode from the next round on."""
         self.runner.draw_chains = {"unseen": self.draw_chains, "waited": self.waited, "seen": self.seen}[mode]
         vars(self.engine).pop("sanitized", None)
         if mode == "seen":
             self.engine.sanitized = unchecked
 
     def waited(self, *arguments: Any) -> Chains | None:
-        """The chains, when the host has their guesses, which it does not use."""
+        """Draw chains, and wait until their tokens are on the host, which does not use them."""
         chains = self.draw_chains(*arguments)
         if chains is not None and chains.draft_tokens is not None:
             chains.draft_tokens.tolist()
@@ -115,7 +117,7 @@ class Switch:
         return chains
 
     def seen(self, draws: Draws, *arguments: Any) -> Chains | None:
-        """The chains with their guesses on the host alone."""
+        """Draw chains, and return them as trees whose tokens the host knows."""
         chains = self.draw_chains(draws, *arguments)
         if chains is None or chains.draft_tokens is None:
             return chains
@@ -123,12 +125,12 @@ class Switch:
         self.num_switched += 1
         trees = []
         for row, tree, drawn in zip(draws.rows, chains.trees, chains.draft_tokens.tolist(), strict=True):
-            guesses = drawn[: len(tree.tokens) - 1]
-            assert min(guesses, default=0) >= 0, "every guess was drawn"
-            trees.append(HostTree([row.tokens[-1], *guesses], list(tree.parents)))
+            draft_tokens = drawn[: len(tree.tokens) - 1]
+            assert min(draft_tokens, default=0) >= 0, "every draft token was drawn"
+            trees.append(HostTree([row.tokens[-1], *draft_tokens], list(tree.parents)))
         return Chains(trees, chains.num_read)
 
 
 def unchecked(tree: DraftTree, *_: Any) -> DraftTree:
-    """The tree as it is."""
+    """Return the tree unchanged; it replaces the engine's check of draft trees."""
     return tree

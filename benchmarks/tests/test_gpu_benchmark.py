@@ -1,6 +1,6 @@
-"""What is learned on a GPU is kept at once: no part takes another with it, and a run goes on where it stopped.
+"""Results of a GPU are saved at once, a failed part does not end the others, and a repeated run continues.
 
-The dry run goes through all of it on a CPU, the kernels by Triton's interpreter where that is installed.
+The dry run executes all parts on a CPU, with kernels in Triton's interpreter if that is installed.
 """
 
 import json
@@ -55,7 +55,7 @@ print(run_parts(parts, Setting(True, folder / "rows.jsonl"), time.monotonic() + 
 
 
 def run(*program: str, status: int = 0) -> str:
-    """What a program prints that must end with this status."""
+    """The output of a program, which must end with this status."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = os.environ | {"PYTHONPATH": f"{SRC}{os.pathsep}{ROOT}", "PATH": path}
     ended = subprocess.run(program, capture_output=True, text=True, env=env, cwd=ROOT, check=False)
@@ -123,7 +123,7 @@ def test_a_dry_run_measures_kernels_and_passes_and_its_section_goes_into_the_res
 
 
 @pytest.mark.full
-def test_rounds_whose_guesses_the_host_sees_wait_once_more_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seen_draft_tokens_make_a_round_wait_once_more_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     runs, waits = {}, {}
     with imagined(monkeypatch) as seen, torch.inference_mode():
         llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", device=PLACEMENT, max_model_len=512, speculation=3)
