@@ -22,7 +22,8 @@ def ask(url: str, folder: Path, num_texts: int) -> Result:
     file = folder / "prompts.txt"
     file.write_text("\n".join(PROMPTS) + "\n")
     where = ["--server", url, "--prompts", str(file), "--num-prompts", "3", "-n", "96", "--num-texts", str(num_texts)]
-    return CliRunner().invoke(cli.app, ["prove", *where, "--json"], env={"OPENAI_API_KEY": ""})
+    patient = ["--time-limit", "3000"]  # on a busy machine the default would cut the texts short
+    return CliRunner().invoke(cli.app, ["prove", *where, *patient, "--json"], env={"OPENAI_API_KEY": ""})
 
 
 @pytest.mark.full
