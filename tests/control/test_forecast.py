@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from control.worlds import World, calibrated, rounds, share_of_best
+from control.worlds import World, calibrated, share_of_best, simulate
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.control.choices import FAVOR
 from forerun.control.forecast import (
@@ -25,8 +25,8 @@ WORLDS = {
     "pays": World([0.8], [0.002], lambda n: 0.1 + 0.001 * n),
     "pays in small batches": World([0.75], [0.005], lambda n: 0.1 + 0.004 * n),
     "never pays": World([0.3], [0.05]),
-    "one of two": World([0.2, 0.85], [0.001, 0.01], merged=0.85),
-    "together": World([0.5, 0.5], [0.003, 0.005], merged=0.85),
+    "one of two": World([0.2, 0.85], [0.001, 0.01], merged_rate=0.85),
+    "together": World([0.5, 0.5], [0.003, 0.005], merged_rate=0.85),
 }
 
 
@@ -38,14 +38,14 @@ def test_what_is_forecast_comes_true(name: str, batch: int) -> None:
     world, seen = WORLDS[name], []
     for seed in range(5):
         controller = calibrated(world, batch)
-        list(rounds(controller, world, 200, batch, seed=seed))
+        list(simulate(controller, world, 200, batch, seed=seed))
         seen.append(forecast(controller.costs, controller.drafters, batch))
     found = sorted((each for each in seen if each is not None), key=lambda each: each.gain)[2]
     plain = world.speed([Budget(0)] * batch)
     best = max(
         world.speed([Budget(depth, 1, depth, drafter)] * batch) / plain
         for depth in range(1, 17)
-        for drafter in range(len(world.chances) + world.is_mix)
+        for drafter in range(len(world.rates) + world.is_mix)
     )
     assert found.gain == pytest.approx(best, rel=0.1)
     assert (found.depth > 0) == (found.gain >= 1 + FAVOR)
@@ -79,7 +79,7 @@ def test_experts_that_guesses_read_are_paid_for(count: int, active: int) -> None
     assert does_not is not None
     assert does_not.depth == 0
     assert forecast_line([does_not]).startswith("drafting is not expected to save time, by ")
-    played = list(rounds(calibrated(sparse, 1), sparse, 200, 1))
+    played = list(simulate(calibrated(sparse, 1), sparse, 200, 1))
     assert share_of_best(sparse, played) > 0.95
     assert sum(any(budget.depth for budget in budgets) for budgets in played) < 20
 
@@ -123,7 +123,7 @@ def test_giving_up_and_going_on_are_told_once_each(caplog: pytest.LogCaptureFixt
     controller = calibrated(good, 1)
     with caplog.at_level(logging.INFO, logger="forerun.control.measured"):
         for number, world in enumerate((good, bad, good, bad)):
-            list(rounds(controller, world, 1200, 1, seed=number))
+            list(simulate(controller, world, 1200, 1, seed=number))
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
     assert "Drafting is paused, since it would not save time: ×" in caplog.records[0].getMessage()
     assert "at batch 1" in caplog.records[0].getMessage()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control.worlds import AMPLE, AUTO_WISH, NAMES, World, calibrated, estimates, rounds, share_of_best
+from control.worlds import AMPLE, AUTO_SPECULATION, NAMES, World, calibrated, estimates, share_of_best, simulate
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
@@ -82,7 +82,7 @@ def test_nothing_is_drafted_where_all_that_survives_is_below_the_least_survival(
     for size, each_s in zip(sorted(sizes), taken_s, strict=True):
         controller.costs.record(Kind.of(num_rows), size, each_s)
     controller.drafters.all[0].time(4, [0] * num_rows, level_s)
-    controller.load = Load(range(num_rows), [AUTO_WISH] * num_rows, [AMPLE] * num_rows, 0)
+    controller.load = Load(range(num_rows), [AUTO_SPECULATION] * num_rows, [AMPLE] * num_rows, 0)
     least = controller.weighing.least_survival()
     assert 0 <= least <= 1
     drawn = data.draw(st.lists(SURVIVAL, min_size=num_rows, max_size=num_rows))
@@ -97,7 +97,7 @@ def test_several_rows_ask_for_estimates_that_can_pay_and_trials_for_all() -> Non
     controller, asked = MeasuredDepth(drafters=known([""]), trials=Trials(used())), list[float]()
     for size in (8, 16, 32):
         controller.costs.record(Kind.of(8), size, size * 1e-3)
-    load = Load(range(8), [AUTO_WISH] * 8, [AMPLE] * 8, 0)
+    load = Load(range(8), [AUTO_SPECULATION] * 8, [AMPLE] * 8, 0)
 
     def estimate(_row: int, least: float) -> Sequence[float]:
         asked.append(least)
@@ -153,7 +153,7 @@ def planned(controller: MeasuredDepth, world: World, batch: int, num_prompt_toke
     """A new plan for a round that reads so many tokens of prompts too."""
     controller.taken.num_held = HOLD
     spare = Spare(dict.fromkeys(range(batch), AMPLE), AMPLE, 16)
-    load = Load(range(batch), [AUTO_WISH] * batch, [AMPLE] * batch, num_prompt_tokens)
+    load = Load(range(batch), [AUTO_SPECULATION] * batch, [AMPLE] * batch, num_prompt_tokens)
     return controller.budgets(load, world.outlook(batch), spare)
 
 
@@ -162,7 +162,7 @@ def test_what_prompts_take_does_not_count(batch: int) -> None:
     """They have to be read in any case; a guess is worth its own time, not its share in a round with a prompt."""
     world = World([0.85], [0.002], lambda num_tokens: 0.02 + 0.01 * num_tokens, noise=0.0)
     controller = calibrated(world, batch)
-    list(rounds(controller, world, 40, batch))
+    list(simulate(controller, world, 40, batch))
     before = planned(controller, world, batch, 0)
     assert any(budget.depth for budget in before)
     for num_prompt_tokens in (512, 64, 512):
@@ -177,7 +177,7 @@ def test_guesses_beside_prompts_take_as_long_as_tokens_of_prompts(batch: int) ->
     """They are as good as free alone, and not in a pass that is limited by arithmetic."""
     world = World([0.75], [0.002], noise=0.0)
     controller = calibrated(world, batch)
-    list(rounds(controller, world, 40, batch))
+    list(simulate(controller, world, 40, batch))
     alone = planned(controller, world, batch, 0)
     controller.costs.record_reading(Kind.of(batch, 0), batch, batch + 256, 0.1 + 0.05 * 256)
     beside = planned(controller, world, batch, 256)
@@ -224,12 +224,12 @@ def test_a_trial_is_of_as_many_rows_as_make_the_round_little_longer(
     """At least of the row with the least unread text; of all where guesses are as good as free."""
     world = World([0.0], [0.002], lambda num_tokens: max(0.1, token_s * num_tokens), noise=0.0)
     controller = calibrated(world, batch)
-    list(rounds(controller, world, 40, batch))
+    list(simulate(controller, world, 40, batch))
     controller.drafters.all[0].reading_s = reading_s
     controller.drafters.all[0].retry, controller.trials.plain, controller.taken.num_held = RetryTimer(), used(), HOLD
     unread = [15 * (batch - row) for row in range(batch)]
     outlook = Outlook(unread, [AMPLE] * batch)
-    found = budgets(controller, [AUTO_WISH] * batch, outlook)
+    found = budgets(controller, [AUTO_SPECULATION] * batch, outlook)
     assert controller.trials.tried == 0
     tried = [row for row, budget in enumerate(found) if budget.depth]
     assert tried == list(range(batch - len(tried), batch))
@@ -245,12 +245,12 @@ def test_another_depth_is_tried_by_all_rows_that_are_drafted() -> None:
     """Half or twice as deep by turns, unless there is much to read first."""
     world, batch = World([0.8], [0.0], lambda num_tokens: 0.1 + 0.002 * num_tokens, noise=0.0), 8
     controller = calibrated(world, batch)
-    list(rounds(controller, world, 60, batch))
+    list(simulate(controller, world, 60, batch))
     controller.trials, controller.drafters.all[0].retry = Trials(used(), used()), used()
 
     def depths(unread: int = 0) -> list[int]:
         controller.taken.num_held = HOLD
-        found = budgets(controller, [AUTO_WISH] * batch, Outlook([unread] * batch, [AMPLE] * batch))
+        found = budgets(controller, [AUTO_SPECULATION] * batch, Outlook([unread] * batch, [AMPLE] * batch))
         return [budget.depth for budget in found]
 
     usual = depths()
@@ -273,7 +273,7 @@ def test_where_rounds_scatter_drafting_must_be_better_by_as_much(gain: str, nois
     plain = World([0.0], [0.0], world.pass_s).best_speed(8)
     assert (world.best_speed(8) > 1.1 * plain) == (gain == "much")
     assert world.best_speed(8) > 1.03 * plain
-    played = rounds(calibrated(world, 8), world, 1200, 8)
+    played = simulate(calibrated(world, 8), world, 1200, 8)
     drafted = [any(budget.depth for budget in budgets) for budgets in played]
     assert abs(sum(drafted[300:]) / 900 - drafts) < 0.35
 
@@ -284,7 +284,7 @@ def test_where_rounds_scatter_a_row_alone_is_drafted_for_smaller_gains(token_s: 
     world = World([0.6], [0.0], lambda num_tokens: 0.1 + token_s * num_tokens, noise=0.3)
     plain = World([0.0], [0.0], world.pass_s).best_speed(1)
     assert world.best_speed(1) / plain == pytest.approx(gain, abs=0.01)
-    played = [list(rounds(calibrated(world, 1), world, 400, seed=seed)) for seed in range(4)]
+    played = [list(simulate(calibrated(world, 1), world, 400, seed=seed)) for seed in range(4)]
     assert statistics.mean(share_of_best(world, each) for each in played) > 0.935
 
 
@@ -297,7 +297,7 @@ def test_a_pass_with_guesses_is_never_thought_to_be_cheaper_than_one_without() -
             controller.costs.record(Kind.of(1, 0), num_tokens, pass_s)
     for _ in range(40):
         controller.drafters.all[0].acceptance.count([(4, 0)])
-    (budget,) = budgets(controller, [AUTO_WISH], Outlook([0], [AMPLE]))
+    (budget,) = budgets(controller, [AUTO_SPECULATION], Outlook([0], [AMPLE]))
     assert budget.depth == 0
 
 
@@ -342,7 +342,7 @@ def test_a_fixed_depth_is_the_depth_even_where_it_does_not_pay() -> None:
     controller = priced(0.1, [5.0])
     for depth in (0, 1, 7):
         assert budgets(controller, [Speculation(depth)], outlook_of([[9]], [None]))[0].depth == depth
-    assert budgets(controller, [AUTO_WISH], outlook_of([[9]], [None]))[0].depth == 0
+    assert budgets(controller, [AUTO_SPECULATION], outlook_of([[9]], [None]))[0].depth == 0
 
 
 def test_what_is_unread_is_paid_for_in_part() -> None:
@@ -375,11 +375,11 @@ WORLDS = {
     "limited by arithmetic": World([0.7], [0.01], compute_bound),
     "experts": World([0.6], [0.01], of_experts),
     "blocks of rows": World([0.75], [0.01], in_blocks),
-    "a dear one that is right": World([0.2, 0.9], [0.001, 0.01], merged=0.9),
-    "a cheap one that is hardly worse": World([0.6, 0.7], [0.001, 0.03], merged=0.7),
-    "together": World([0.5, 0.5], [0.003, 0.005], merged=0.85),
-    "the last of three": World([0.1, 0.2, 0.8], [0.001, 0.02, 0.01], merged=0.8),
-    "one that knows": World([0.8, 0.75], [0.005, 0.02], merged=0.8, told=[True, False]),
+    "a dear one that is right": World([0.2, 0.9], [0.001, 0.01], merged_rate=0.9),
+    "a cheap one that is hardly worse": World([0.6, 0.7], [0.001, 0.03], merged_rate=0.7),
+    "together": World([0.5, 0.5], [0.003, 0.005], merged_rate=0.85),
+    "the last of three": World([0.1, 0.2, 0.8], [0.001, 0.02, 0.01], merged_rate=0.8),
+    "one that knows": World([0.8, 0.75], [0.005, 0.02], merged_rate=0.8, estimating=[True, False]),
 }
 
 
@@ -389,18 +389,18 @@ WORLDS = {
 def test_it_soon_takes_the_best_choice(name: str, batch: int) -> None:
     """Of 1,000 rounds, tries and mistakes included, behind a calibration and without one; of fewer with many rows."""
     world, count = WORLDS[name], 1000 if batch < 32 else 300
-    assert share_of_best(world, list(rounds(calibrated(world, batch), world, count, batch))) >= 0.97
+    assert share_of_best(world, list(simulate(calibrated(world, batch), world, count, batch))) >= 0.97
     if batch == 1:
-        assert share_of_best(world, list(rounds(MeasuredDepth(), world, count, batch))) >= 0.93
+        assert share_of_best(world, list(simulate(MeasuredDepth(), world, count, batch))) >= 0.93
 
 
 def test_members_are_known_while_their_trees_are_merged() -> None:
     """One that was unlucky at first is as good as all together and cheaper: one trial is enough."""
-    world = World([0.2, 0.9], [0.001, 0.01], merged=0.9)
+    world = World([0.2, 0.9], [0.001, 0.01], merged_rate=0.9)
     controller = calibrated(world, 1)
     for _ in range(8):
         controller.drafters.all[1].acceptance.count([(4, 0)])
-    taken = [budget.drafter if budget.depth else -1 for (budget,) in rounds(controller, world, 300, 1)]
+    taken = [budget.drafter if budget.depth else -1 for (budget,) in simulate(controller, world, 300, 1)]
     assert taken[0] == 2, "the merged one comes first here, or this shows nothing"
     assert taken.count(1) > 100
 
@@ -408,12 +408,12 @@ def test_members_are_known_while_their_trees_are_merged() -> None:
 def test_passes_of_members_alone_are_tried_while_trees_are_merged() -> None:
     """What they take was seen in a bad moment: what came true of members does not tell that it has passed."""
     before, after = (
-        World([0.2, 0.9], [0.02, 0.01], merged=0.93, alone_s=alone_s)
+        World([0.2, 0.9], [0.02, 0.01], merged_rate=0.93, unmerged_pass_s=alone_s)
         for alone_s in (lambda num_tokens: 0.1 if num_tokens == 1 else 0.1 + 0.1 * num_tokens, None)
     )
     controller = calibrated(before, 1)
-    list(rounds(controller, before, 60, 1))
-    then = list(rounds(controller, after, 1500, 1, seed=50))
+    list(simulate(controller, before, 60, 1))
+    then = list(simulate(controller, after, 1500, 1, seed=50))
     assert 2 in {budget.drafter for (budget,) in then[:100]}, "merged trees come first here, or this shows nothing"
     assert share_of_best(after, then[-500:]) >= 0.97, "by the end it has been tried"
 
@@ -439,7 +439,10 @@ CHANGES = {
     "passes get dear": (World([0.8], [0.005]), World([0.8], [0.005], lambda n: 0.2 + 0.1 * n)),
     "drafts get dear": (World([0.8], [0.005]), World([0.8], [0.05])),
     "a busy machine": (World([0.8], [0.005]), World([0.8], [0.01], lambda n: 0.2)),
-    "drafters change": (World([0.9, 0.3], [0.005, 0.01], merged=0.9), World([0.1, 0.8], [0.005, 0.01], merged=0.8)),
+    "drafters change": (
+        World([0.9, 0.3], [0.005, 0.01], merged_rate=0.9),
+        World([0.1, 0.8], [0.005, 0.01], merged_rate=0.8),
+    ),
     "experts": (World([0.7], [0.005]), World([0.6], [0.01], of_experts)),
     "other shapes of cost": (World([0.6], [0.01], of_experts), World([0.75], [0.01], in_blocks)),
 }
@@ -455,7 +458,7 @@ def test_it_follows_changes(name: str, batch: int, count: int, num_texts: int) -
     for seed in range(num_texts):
         controller = calibrated(before, batch)
         for turn, world in enumerate((before, after, before)):
-            played = list(rounds(controller, world, count, batch, seed=3 * seed + turn))
+            played = list(simulate(controller, world, count, batch, seed=3 * seed + turn))
             shares[turn].append(share_of_best(world, played))
     assert min(map(statistics.mean, shares)) >= 0.97, f"shares by regime: {shares}"
 
@@ -464,8 +467,8 @@ def test_it_follows_changes(name: str, batch: int, count: int, num_texts: int) -
 def test_acceptance_that_falls_is_followed_within_200_rounds(batch: int) -> None:
     before, after = World([0.85], [0.02]), World([0.02], [0.02])
     controller = calibrated(before, batch)
-    list(rounds(controller, before, 600, batch))
-    then = list(rounds(controller, after, 400, batch, seed=1))
+    list(simulate(controller, before, 600, batch))
+    then = list(simulate(controller, after, 400, batch, seed=1))
     depths = [max(budget.depth for budget in budgets) for budgets in then[200:]]
     assert sum(depth > 0 for depth in depths) <= 0.05 * len(depths)
 
@@ -475,15 +478,15 @@ def test_a_busy_neighbour_is_followed_within_50_rounds(batch: int) -> None:
     """Passes take twice as long, drafts three times: what is expected of a round is what it takes."""
     before, after = World([0.8], [0.01]), World([0.8], [0.03], lambda num_tokens: 0.2)
     controller = calibrated(before, batch)
-    list(rounds(controller, before, 300, batch))
-    then = list(rounds(controller, after, 100, batch, seed=1))
+    list(simulate(controller, before, 300, batch))
+    then = list(simulate(controller, after, 100, batch, seed=1))
     assert controller.plain_s(batch) == pytest.approx(0.2, rel=0.1)
     assert share_of_best(after, then[50:]) >= 0.97
 
 
 def test_what_was_given_up_is_tried_again_and_no_more_than_that() -> None:
-    world, controller = World([0.1, 0.8], [0.01, 0.01], merged=0.8), MeasuredDepth()
-    before = [budget.drafter if budget.depth else -1 for (budget,) in rounds(controller, world, 3 * LONGEST)]
+    world, controller = World([0.1, 0.8], [0.01, 0.01], merged_rate=0.8), MeasuredDepth()
+    before = [budget.drafter if budget.depth else -1 for (budget,) in simulate(controller, world, 3 * LONGEST)]
     for drafter in (-1, 0):
         tries = [i for i, taken in enumerate(before) if taken == drafter]
         gaps = [b - a for a, b in itertools.pairwise(tries) if b - a > 2]
@@ -493,7 +496,7 @@ def test_what_was_given_up_is_tried_again_and_no_more_than_that() -> None:
 
 def test_the_same_past_gives_the_same_choice() -> None:
     world = WORLDS["together"]
-    assert [*rounds(MeasuredDepth(), world, 200, 3)] == [*rounds(MeasuredDepth(), world, 200, 3)]
+    assert [*simulate(MeasuredDepth(), world, 200, 3)] == [*simulate(MeasuredDepth(), world, 200, 3)]
 
 
 def test_a_round_that_failed_is_forgotten() -> None:
@@ -576,7 +579,7 @@ def test_what_captures_of_graphs_take_teaches_nothing(batch: int) -> None:
     """Each new number of guesses costs a capture, once; drafting that pays goes on, and no cost changes."""
     world = World([0.8], [0.005], noise=0.0)
     controller = calibrated(world, batch)
-    played = list(rounds(controller, world, 60, batch, capture_s=5.0))
+    played = list(simulate(controller, world, 60, batch, capture_s=5.0))
     assert share_of_best(world, played[10:]) >= 0.9
     assert max(controller.costs.expect(Kind.of(batch), size) for size in range(1, 100)) < 0.11
 
