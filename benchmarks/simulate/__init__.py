@@ -1,1 +1,1 @@
-"""A simulator of rounds on machines that are not here: from datasheets or kept measurements to tokens per second."""
+"""A simulator of rounds on other machines: it computes tokens per second from datasheets or from saved costs."""

@@ -1,7 +1,7 @@
-"""Predictions: the engine's own controller, asked with costs that were computed, or kept by an engine.
+"""Predicts speed with the engine's own controller, from computed costs or from costs that an engine saved.
 
-This file hands the controller what rounds cost and how likely guesses are, and reads off what it would choose and what
-that gives. How chains and trees are weighed against plain decoding is decided in `forerun.control` alone.
+This file gives the controller the costs of rounds and the acceptance rates of drafts, and reads its choice and the
+speed that follows. Only `forerun.control` decides how chains and trees are compared with plain decoding.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from forerun.economy import expected_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
-    """A chain or a tree of guesses: by depth the chance that one of them is accepted; guesses; children of a node."""
+class DraftShape:
+    """A chain or a tree of draft tokens, and the probability that one of each depth is accepted."""
 
-    survival: tuple[float, ...]
-    nodes: int
-    width: int = 1
-
-
-def chain(rates: Sequence[float], depth: int) -> Guesses:
-    """A chain of so many guesses, by a_j for each depth, the last of them for all that are deeper."""
-    return Guesses(tuple(accumulate((rates[min(each, len(rates) - 1)] for each in range(depth)), mul)), depth)
+    survival: tuple[float, ...]  # by depth
+    nodes: int  # draft tokens
+    width: int = 1  # children of a node
 
 
-def tree(rates: Sequence[float], depth: int, width: int, nodes: int, spread: float) -> Guesses:
-    """The best tree of at most so many guesses: the likeliest paths first (Sequoia, arXiv:2402.12374).
+def chain(rates: Sequence[float], depth: int) -> DraftShape:
+    """A chain of `depth` draft tokens, with acceptance rates by depth; the last rate holds for all greater depths."""
+    return DraftShape(tuple(accumulate((rates[min(each, len(rates) - 1)] for each in range(depth)), mul)), depth)
 
-    The target's choice is taken to be among the w likeliest guesses with chance 1 - (1 - a_j) w ** -spread.
+
+def tree(rates: Sequence[float], depth: int, width: int, nodes: int, spread: float) -> DraftShape:
+    """The best tree of at most `nodes` draft tokens: the likeliest paths first (Sequoia, arXiv:2402.12374).
+
+    The probability that the target's token is among the w likeliest children of a node at depth j is assumed to be
+    1 - (1 - rates[j]) w ** -spread.
     """
     taken, open_paths = list[tuple[float, int]](), [(1.0, -1)]  # chance and depth of paths; that of the root first
     while open_paths and len(taken) <= nodes:
@@ -56,16 +57,16 @@ def tree(rates: Sequence[float], depth: int, width: int, nodes: int, spread: flo
         ranked = [rate] + [(1 - rate) * (n**-spread - (n + 1) ** -spread) for n in range(1, width)]
         open_paths += [(chance * min(rate, each), level) for each in ranked if level < depth]
     survival = tuple(sum((chance for chance, level in taken if level == each), 0.0) for each in range(depth))
-    return Guesses(survival, len(taken) - 1, width)
+    return DraftShape(survival, len(taken) - 1, width)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the controller would do with so many rows: guesses of a row, tokens of a round for each, and speeds."""
+    """The controller's choice for a batch, and the speeds that follow; means over the sequences of the batch."""
 
     plain_tokens_per_s: float
-    depth: float  # on average over rows; 0: plain decoding is chosen
-    guesses: float
+    depth: float  # 0: plain decoding is chosen
+    draft_tokens: float  # per sequence and round
     tokens_per_round: float
     tokens_per_s: float
     speed_up: float
@@ -73,18 +74,18 @@ class Prediction:
 
 @dataclass(slots=True)
 class ComputedPass(Curve):
-    """Seconds of passes that a formula gives for any number of tokens, where an engine would have measured some."""
+    """Seconds of passes by the number of tokens, from a formula in place of measurements."""
 
     formula: Callable[[float], float] = lambda num_tokens: 0.0
 
     def expect(self, size: float | int) -> float:
-        """What the formula gives."""
+        """The value of the formula for `size` tokens."""
         return self.formula(size)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A target on its cards with a drafter, on all of them or one alone, at so many tokens of context a row."""
+    """A target on its cards, with `context` tokens per sequence, and a drafter on all cards or on one `alone`."""
 
     machine: Machine
     target: Shape
@@ -93,15 +94,15 @@ class Setting:
     context: int = 2048
 
     def step_s(self, batch: int, width: int) -> float:
-        """Seconds of one step of drafting, in which every row has `width` guesses."""
+        """Seconds of one step of drafting, in which every sequence gets `width` draft tokens."""
         if self.drafter is None:
             return 0.0
         cards = replace(self.machine, num_cards=1) if self.alone else self.machine
-        handing_s = self.machine.sum_s(0.0) if self.alone else 0.0  # of guesses to the other cards
+        handing_s = self.machine.sum_s(0.0) if self.alone else 0.0  # sends the draft tokens to the other cards
         return cards.pass_s(self.drafter, batch * width, batch, self.context) + cards.constants.step_s + handing_s
 
     def fits(self, batch: int) -> bool:
-        """Whether weights, tables of embeddings among them, and caches do."""
+        """Whether weights, including embedding tables, and caches of `batch` sequences fit into the cards' memory."""
         used, all_cards = 0.0, self.machine.num_cards
         for shape, num_cards in ((self.target, all_cards), (self.drafter, 1 if self.alone else all_cards)):
             if shape is not None:
@@ -110,7 +111,7 @@ class Setting:
         return used <= 0.95 * self.machine.card.memory_bytes  # the rest is for what passes compute
 
     def controller(self, batch: int, widths: Sequence[int]) -> MeasuredDepth:
-        """A controller that knows these costs; what is drafted with each width counts as a drafter of its own."""
+        """A controller with the costs of this setting; each width is represented by its own drafter."""
         drafters, context = MeasuredDrafters(), batch * self.context
         for width in widths:
             drafts = CostTable(flat=False)
@@ -124,33 +125,33 @@ class Setting:
         costs = CostTable(kinds={Kind.of(batch, context): passes})
         return MeasuredDepth(costs, drafters, load=Load((), (), (), 0, context))
 
-    def predict(self, batch: int, guesses: Sequence[Guesses], free: bool = True) -> Prediction:
-        """What is chosen of these; where the depth is not `free`, all rows are drafted as far as they say."""
-        controller, options = self.controller(batch, [each.width for each in guesses]), dict[int, DraftOption]()
-        for number, each in enumerate(guesses):
+    def predict(self, batch: int, shapes: Sequence[DraftShape], free: bool = True) -> Prediction:
+        """The controller's choice among these shapes; unless the depth is `free`, it is that of the chosen shape."""
+        controller, options = self.controller(batch, [each.width for each in shapes]), dict[int, DraftOption]()
+        for number, each in enumerate(shapes):
             budget = Budget(len(each.survival), each.width, each.nodes, number)
             options[number] = DraftOption(budget, frozenset([number]), each.survival, each.survival, {number: 0}, free)
         best = max(controller.weighing.plans([options] * batch), key=lambda planned: planned.value(0.0))
         drafted = [(each.depth, each.option.num_nodes(each.depth)) for each in best.choice if each is not None]
-        depth, num_guesses = (sum(numbers) / batch for numbers in zip(*drafted, strict=True)) if drafted else (0.0, 0.0)
+        depth, num_drafted = (sum(numbers) / batch for numbers in zip(*drafted, strict=True)) if drafted else (0.0, 0.0)
         plain = batch / controller.costs.expect(controller.weighing.kind(batch), batch)
         tokens, speed = tokens_of(best.choice) / batch, best.tokens_per_s
-        return Prediction(plain, depth, num_guesses, tokens, speed, speed / plain)
+        return Prediction(plain, depth, num_drafted, tokens, speed, speed / plain)
 
 
-def kept_controller(path: Path) -> MeasuredDepth:
-    """What an engine kept of its rounds. SystemExit where the file is of something else."""
+def saved_controller(path: Path) -> MeasuredDepth:
+    """A controller with the costs that an engine saved. Raises SystemExit if the file is not of this kind."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return from_json(kept, kept["names"] if len(kept["names"]) > 1 else ["alone"])
+        costs = json.loads(path.read_text(encoding="utf-8"))
+        return from_json(costs, costs["names"] if len(costs["names"]) > 1 else ["alone"])
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise SystemExit(f"{path}: {error}: give a file rounds-….json that an engine kept") from error
+        raise SystemExit(f"{path}: {error}: give a file rounds-….json that an engine saved") from error
 
 
-def kept_prediction(controller: MeasuredDepth, batch: int) -> dict[str, Any]:
-    """The controller's forecast for this batch, with the drafter that it is of."""
+def saved_prediction(controller: MeasuredDepth, batch: int) -> dict[str, Any]:
+    """The controller's forecast for a batch of this size, with the name of the best drafter."""
     best = forecast(controller.costs, controller.drafters, batch)
-    assert best is not None, "kept costs are not empty"
+    assert best is not None, "saved costs are not empty"
     record = controller.drafters.all[controller.drafters.names.index(best.drafter)]
     tokens = 1 + record.covered * (expected_tokens(record.evidence.rates(), best.depth) - 1)
     plain = batch / controller.costs.expect(controller.weighing.kind(batch), batch)

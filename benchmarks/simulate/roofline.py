@@ -1,9 +1,9 @@
-"""Roofline: how long a pass of a model takes on some cards, by what it reads, computes and exchanges.
+"""A roofline model: the time of a model's pass on one or several cards, from the bytes and operations of the pass.
 
-Each kind of work (layers, experts, attention, head) takes the longer of reading and computing, and the part of the
-shorter one that is not hidden behind it. Weights are split evenly over the cards; two sums over all cards in every
-layer join what they computed. `datasheets.json` has the makers' figures for the SXM or OAM form of each card,
-arithmetic without sparsity and links in one direction, and what matters of each model's config.json.
+Each kind of work (layers, experts, attention, head) takes the longer of the times to read and to compute, plus the part
+of the shorter one that does not overlap with it. Weights are split evenly over the cards, which exchange results in two
+all-reduces per layer. `datasheets.json` has the makers' figures for the SXM or OAM form of each card (arithmetic
+without sparsity, links in one direction), and the fields that matter here of each model's config.json.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from forerun.models.config import ModelConfig, config_of, read_config
 from forerun.models.projections import num_inactive, products
 
 DATASHEETS: Any = json.loads(Path(__file__).with_name("datasheets.json").read_text(encoding="utf-8"))
-EAGLE_VOCAB = 32_000  # ids that an EAGLE-3 head guesses among, as its authors publish them
+EAGLE_VOCAB = 32_000  # the draft vocabulary of the EAGLE-3 heads that its authors publish
 NUMBER_BYTES = 2  # of keys and values in the cache, and of states that cards exchange
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model as a pass reads it: numbers in all layers that every token takes, in one expert, and in the head."""
+    """The sizes of a model that determine the time of a pass.
+
+    `dense` counts the weights in all layers that every token uses, `expert` those of one expert, `head` the head's.
+    """
 
     layers: int
     hidden: int
@@ -40,7 +43,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Shape:
-        """That of a configuration."""
+        """The shape of the model with this configuration."""
         head, experts = float(config.vocab_size * config.hidden), config.experts
         taken = float(sum(outputs * inputs * num for (outputs, inputs), num in products(config).items())) - head
         form = (config.layers, config.hidden, config.heads * config.head_dim, config.kv_heads, config.head_dim)
@@ -51,22 +54,25 @@ class Shape:
         return cls(*form, dense, head, expert, experts.count, experts.active)
 
     def touched(self, num_tokens: float) -> float:
-        """Experts of a layer that a pass over so many tokens reads, if routers choose evenly and independently."""
+        """Experts of a layer that a pass over `num_tokens` reads, if routers choose evenly and independently."""
         return self.experts * (1 - (1 - self.active / self.experts) ** num_tokens) if self.experts else 0.0
 
     @property
     def num_weights(self) -> float:
-        """Those of all layers and of the head."""
+        """The number of weights of all layers, with all experts, and of the head."""
         return self.dense + self.head + self.layers * self.experts * self.expert
 
     @property
     def cache_bytes(self) -> float:
-        """Keys and values of a token of context, in all layers."""
+        """The bytes of keys and values of one token in all layers."""
         return 2.0 * NUMBER_BYTES * self.layers * self.kv_heads * self.head_dim
 
 
 def config_named(name: str) -> ModelConfig:
-    """The configuration of a model of the table, or of a folder with a config.json. SystemExit for anything else."""
+    """The configuration of a model in `datasheets.json`, or of a folder with a config.json.
+
+    Raises SystemExit for anything else.
+    """
     models = DATASHEETS["models"]
     if name in models:
         return config_of(Fields(Path(name), models[name]))
@@ -76,13 +82,13 @@ def config_named(name: str) -> ModelConfig:
 
 
 def drafter_of(name: str, config: ModelConfig) -> Shape | None:
-    """The model that drafts: `model:NAME`, or a head for this target; None for `ngram`, which reads no weights."""
+    """The shape of the drafter: `model:NAME`, or a head for this target; None for `ngram`, which reads no weights."""
     if name == "ngram":
         return None
     if name.startswith("model:"):
         return Shape.of(config_named(name.removeprefix("model:")))
     h, form = config.hidden, Shape.of(replace(config, layers=1, windows=(None,), experts=None))
-    if name == "eagle":  # a layer behind a product that joins a state and an embedding, and the target's head
+    if name == "eagle":  # a projection of a state and an embedding, one layer, and the target's head
         return replace(form, dense=form.dense + 2 * h * h)
     if name == "eagle3":  # attention reads states and embeddings; another product joins the states of three layers
         projections = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -92,7 +98,7 @@ def drafter_of(name: str, config: ModelConfig) -> Shape | None:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """An accelerator by its datasheet; operations per second by the bits of the weights."""
+    """The datasheet of an accelerator; `flops` has the operations per second by the bits of the weights."""
 
     memory_bytes: float
     memory_bytes_per_s: float
@@ -105,13 +111,14 @@ CARDS = {name: Card(**card) for name, card in DATASHEETS["cards"].items()}
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The shares of a datasheet that passes reach, and what rounds take besides.
+    """The shares of a datasheet's figures that passes reach, and the times of a round outside of passes.
 
-    This project measured on an H100 (`benchmarks/RESULTS.md`, "A first GPU" and the section behind it): 15 GB of
-    products in 5.63 ms (`memory_share`); what else the 32 layers took (`layer_s`); passes of 64 to 144 rows
-    (`compute_share`, and `overlap`, the part of the shorter of reading and computing that the longer one hides); 0.2 to
-    0.5 ms between passes (`host_s`); 0.1 to 0.3 ms to replay a graph (`step_s`); and about 1 ms that a drafted round
-    took beyond its passes (`drafted_s`). What a sum of few bytes over all cards takes (`sum_s`) is assumed.
+    All but `sum_s` were measured on an H100 (`benchmarks/RESULTS.md`, "A first GPU" and the next section):
+    `memory_share` from products that read 15 GB in 5.63 ms; `layer_s` from the other kernels of the 32 layers;
+    `compute_share` and `overlap`, the part of the shorter of reading and computing that the longer one hides, from
+    passes of 64 to 144 rows; `host_s` from 0.2 to 0.5 ms between passes; `step_s` from 0.1 to 0.3 ms to replay a graph;
+    `drafted_s` from about 1 ms that a drafted round took in addition to its passes. `sum_s`, the time of an all-reduce
+    of few bytes, is assumed.
     """
 
     memory_share: float = 0.79
@@ -126,7 +133,7 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Some cards of a kind that compute one model together, its weights held in so many bits."""
+    """Several cards of one kind that compute one model together, with weights of `bits` bits."""
 
     card: Card
     num_cards: int = 1
@@ -134,19 +141,19 @@ class Machine:
     constants: Constants = field(default_factory=Constants)
 
     def work_s(self, num_bytes: float, num_operations: float) -> float:
-        """Seconds of one kind of work, which the cards share evenly."""
+        """Seconds of one kind of work, which is divided evenly between the cards."""
         c, flops = self.constants, self.card.flops[str(self.bits)]
         reading_s = num_bytes / (self.num_cards * c.memory_share * self.card.memory_bytes_per_s)
         computing_s = num_operations / (self.num_cards * c.compute_share * flops)
         return max(reading_s, computing_s) + (1 - c.overlap) * min(reading_s, computing_s)
 
     def sum_s(self, num_bytes: float) -> float:
-        """Seconds in which all cards add up so many bytes: each sends and receives almost all of them once."""
+        """Seconds of an all-reduce of `num_bytes`: each card sends and receives almost all of them once."""
         share = 2 * (self.num_cards - 1) / self.num_cards
         return self.constants.sum_s + share * num_bytes / self.card.link_bytes_per_s if share else 0.0
 
     def pass_s(self, shape: Shape, num_tokens: float, num_rows: int, context: float) -> float:
-        """Seconds of a pass over so many tokens of so many rows, each of which has so many tokens of context."""
+        """Seconds of a pass over `num_tokens` tokens of `num_rows` sequences with `context` tokens each."""
         s, size = shape, self.bits / 8
         copies = max(1.0, self.num_cards / s.kv_heads)  # of each key head, where there are more cards than such heads
         kinds = (

@@ -1,4 +1,4 @@
-"""The simulator: laws that hold on any card, and enumerations and simulations that its formulas have to agree with."""
+"""The simulator: laws that hold on any card, and formulas compared with enumerations and simulations."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.simulate import __main__ as command
 from benchmarks.simulate.check import check
-from benchmarks.simulate.predict import Guesses, Setting, chain, kept_prediction, tree
+from benchmarks.simulate.predict import DraftShape, Setting, chain, saved_prediction, tree
 from benchmarks.simulate.roofline import CARDS, Card, Constants, Machine, Shape, config_named, drafter_of
 
 from forerun.control.costs import Kind
@@ -43,10 +43,10 @@ def test_models_have_as_many_weights_as_their_names_say() -> None:
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_without_acceptance_plain_decoding_is_chosen(card: str, batch: int) -> None:
-    guesses = [chain([0.0], 8), tree([0.0], 4, 4, 8, 0.5)]
-    prediction = setting(card=card).predict(batch, guesses)
+    shapes = [chain([0.0], 8), tree([0.0], 4, 4, 8, 0.5)]
+    prediction = setting(card=card).predict(batch, shapes)
     assert (prediction.depth, prediction.tokens_per_round, prediction.speed_up) == (0.0, 1.0, 1.0)
-    assert setting(card=card).predict(batch, guesses[:1], free=False).speed_up < 1
+    assert setting(card=card).predict(batch, shapes[:1], free=False).speed_up < 1
 
 
 @pytest.mark.parametrize("draft", ["ngram", "eagle3", "model:llama-3.2-1b"])
@@ -76,7 +76,7 @@ def test_the_depth_is_the_best_of_all_depths() -> None:
     assert prediction.tokens_per_s == pytest.approx(expected_tokens(rates, depth) / round_s(depth), rel=1e-6)
 
 
-def test_what_gains_hardly_anything_is_left_to_plain_decoding() -> None:
+def test_plain_decoding_is_chosen_where_a_draft_gains_less_than_two_percent() -> None:
     some = setting()
     low = next(step for step in range(100) if some.predict(1, [chain([step / 100], 1)], free=False).speed_up > 1.03)
     rates = [low / 100 - step / 1000 for step in range(30)]
@@ -87,13 +87,13 @@ def test_what_gains_hardly_anything_is_left_to_plain_decoding() -> None:
 
 def test_large_batches_are_bound_by_arithmetic() -> None:
     alone, depth = setting("ngram", constants=FREE, context=0), 4
-    guesses = chain([0.8], depth)
+    drafts = chain([0.8], depth)
     tokens = expected_tokens([0.8] * depth, depth)
-    few, many = (alone.predict(batch, [guesses], free=False).speed_up for batch in (1, 100_000))
-    assert few == pytest.approx(tokens, rel=0.02)  # weights are read once, whatever is guessed
-    assert many == pytest.approx(tokens / (1 + depth), rel=0.02)  # every guess is computed
-    assert alone.predict(4096, [guesses]).depth == 0
-    ups = [setting("ngram").predict(batch, [guesses]).speed_up for batch in (1, 8, 64, 256, 1024)]
+    few, many = (alone.predict(batch, [drafts], free=False).speed_up for batch in (1, 100_000))
+    assert few == pytest.approx(tokens, rel=0.02)  # weights are read once, whatever is drafted
+    assert many == pytest.approx(tokens / (1 + depth), rel=0.02)  # every draft token is computed
+    assert alone.predict(4096, [drafts]).depth == 0
+    ups = [setting("ngram").predict(batch, [drafts]).speed_up for batch in (1, 8, 64, 256, 1024)]
     assert ups == sorted(ups, reverse=True)
 
 
@@ -106,7 +106,7 @@ def test_long_contexts_keep_large_batches_bound_by_memory() -> None:
 
 
 @pytest.mark.parametrize("cards", [1, 8])
-def test_what_is_faster_in_everything_changes_no_ratio(cards: int) -> None:
+def test_a_card_that_is_faster_in_everything_changes_no_ratio(cards: int) -> None:
     card, factor = CARDS["H100"], 3.0
     flops = {bits: factor * each for bits, each in card.flops.items()}
     rates = (factor * each for each in (card.memory_bytes_per_s, card.link_bytes_per_s))
@@ -121,7 +121,7 @@ def test_what_is_faster_in_everything_changes_no_ratio(cards: int) -> None:
         assert (other.speed_up, other.depth) == pytest.approx((one.speed_up, one.depth))
 
 
-def test_more_cards_share_the_work_and_pay_for_sums() -> None:
+def test_more_cards_share_the_work_and_need_time_for_all_reduces() -> None:
     one, eight = (Machine(CARDS["H100"], cards, constants=FREE) for cards in (1, 8))
     assert one.sum_s(1e9) == 0.0
     sums_s = (2 * TARGET.layers + 1) * eight.sum_s(2 * TARGET.hidden * 16)
@@ -137,7 +137,7 @@ def test_more_cards_share_the_work_and_pay_for_sums() -> None:
     assert alone == pytest.approx(handed_s)
 
 
-def test_what_does_not_fit_is_not_predicted() -> None:
+def test_models_that_exceed_the_memory_do_not_fit() -> None:
     shape = Shape.of(config_named("llama-3.1-70b"))
     fits = {cards: Setting(Machine(CARDS["H100"], cards), shape).fits(1) for cards in (1, 2, 4)}
     assert fits == {1: False, 2: True, 4: True}
@@ -157,7 +157,7 @@ def test_touched_experts_agree_with_simulated_routers(num_tokens: int) -> None:
     assert SPARSE.touched(num_tokens) == pytest.approx(statistics.fmean(counts), abs=off + 1e-9)
 
 
-def test_a_sparse_pass_reads_more_the_more_tokens_it_has() -> None:
+def test_a_sparse_pass_over_more_tokens_reads_more_experts() -> None:
     ratios = []
     for shape in (TARGET, SPARSE):
         machine = Machine(CARDS["H100"], constants=FREE)
@@ -168,11 +168,11 @@ def test_a_sparse_pass_reads_more_the_more_tokens_it_has() -> None:
 def test_expected_tokens_agree_with_enumerated_rounds() -> None:
     rates = [0.9, 0.5, 0.3, 0.3]
     total = 0.0
-    for right in itertools.product((True, False), repeat=len(rates)):
+    for accepted in itertools.product((True, False), repeat=len(rates)):
         chance = 1.0
-        for rate, each in zip(rates, right, strict=True):
+        for rate, each in zip(rates, accepted, strict=True):
             chance *= rate if each else 1 - rate
-        total += chance * (1 + next((depth for depth, each in enumerate(right) if not each), len(rates)))
+        total += chance * (1 + next((depth for depth, each in enumerate(accepted) if not each), len(rates)))
     assert 1 + sum(chain(rates, 4).survival) == pytest.approx(total)
     assert 1 + sum(chain(rates[:3], 4).survival) == pytest.approx(total)  # the last one stands for deeper ones
 
@@ -197,7 +197,7 @@ def test_trees_are_the_best_of_all_trees(nodes: int) -> None:
     assert tree(rates, depth, width, 100, spread).nodes == len(paths)
 
 
-def test_kept_costs_give_the_engines_forecast(tmp_path: Path) -> None:
+def test_saved_costs_give_the_engines_forecast(tmp_path: Path) -> None:
     engine = setting().controller(4, [1])
     engine.drafters.names = [""]
     engine.drafters.all[0].acceptance.count([(4, 3)] * 200)
@@ -206,15 +206,15 @@ def test_kept_costs_give_the_engines_forecast(tmp_path: Path) -> None:
         engine.costs.record(Kind.of(4, 0), num_tokens, passes.expect(num_tokens))
     file = tmp_path / "rounds.json"
     file.write_text(json.dumps(as_json(engine)))
-    row = kept_prediction(command.kept_controller(file), 4)
-    expected = forecast((kept := from_json(as_json(engine), ["alone"])).costs, kept.drafters, 4)
+    row = saved_prediction(command.saved_controller(file), 4)
+    expected = forecast((saved := from_json(as_json(engine), ["alone"])).costs, saved.drafters, 4)
     assert expected is not None
     assert (row["depth"], row["speed_up"]) == (expected.depth, expected.gain)
     assert row["speed_up"] > 1.5
-    assert command.acceptance(str(file)) == pytest.approx(kept.drafters.all[0].evidence.rates())
+    assert command.acceptance(str(file)) == pytest.approx(saved.drafters.all[0].evidence.rates())
 
 
-def test_the_check_is_of_many_sources_and_as_near_as_the_results_say() -> None:
+def test_the_check_has_many_sources_and_the_errors_that_results_reports() -> None:
     checked = check()
     errors = [abs(row["error"]) for row in checked["rounds"] if row["error"] is not None]
     assert len(errors) >= 8
@@ -246,10 +246,10 @@ def test_wrong_names_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="draft 'owl': use model:NAME"):
         drafter_of("owl", CONFIG)
     (tmp_path / "rounds.json").write_text("[]")
-    with pytest.raises(SystemExit, match="an engine kept"):
-        command.kept_controller(tmp_path / "rounds.json")
+    with pytest.raises(SystemExit, match="an engine saved"):
+        command.saved_controller(tmp_path / "rounds.json")
 
 
 def test_only_the_sum_of_survival_counts_where_the_depth_is_fixed() -> None:
-    one, other = Guesses((0.5, 0.5), 2), Guesses((0.9, 0.1), 2)
+    one, other = DraftShape((0.5, 0.5), 2), DraftShape((0.9, 0.1), 2)
     assert setting().predict(1, [one], free=False) == setting().predict(1, [other], free=False)
