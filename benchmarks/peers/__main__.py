@@ -1,6 +1,7 @@
-"""The command: makes every peer, runs class after class of precision, prints tables and one line of JSON.
+"""The command: prepares every peer, runs the classes of precision one by one, prints tables and one line of JSON.
 
-Decides options, which engines meet in which class, and what names a run, so that it can go on where it was stopped.
+This file decides the options, which engines are compared in which class, and the name of a run, by which an interrupted
+run is found and continued.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ENGINES: Mapping[str, Peer] = {e.name: e for e in (Forerun(), Transformers(), Ll
 
 
 class MakingOptions(Protocol):
-    """The options that say where and how peers are made, and with how many threads they compute."""
+    """The options that determine how peers are prepared: folder, instruction set, compilers, and threads."""
 
     threads: int
     jobs: int
@@ -52,27 +53,27 @@ class MakingOptions(Protocol):
 
 @dataclass(slots=True)
 class Options:
-    """What a run is; `repeats` may grow from one call to the next."""
+    """The options of a run; `repeats` may grow from one call to the next."""
 
     peers: Sequence[str] = option(",".join(name for name in ENGINES if name != OURS), "which peers, of: %(default)s")
     precisions: Sequence[str] = option(",".join(PRECISIONS), "which classes, of: %(default)s")
-    depths: Sequence[int] = option("3,5", "tokens guessed per round (default %(default)s)")
+    depths: Sequence[int] = option("3,5", "draft tokens per round (default %(default)s)")
     repeats: int = option(None, "repetitions (default 5)")
     tokens: int = option(None, "new tokens per prompt (default 128)")
     prompts: int = option(None, "how many prompts, of 3 (default: all)")
-    threads: int = option(os.cpu_count(), "of every engine (default: all cores)")
+    threads: int = option(os.cpu_count(), "threads of every engine (default: all cores)")
     jobs: int = option(2, "compilers at once (default %(default)s)")
-    folder: Path = option(ROOT / "build" / "peers", "where everything is kept")
+    folder: Path = option(ROOT / "build" / "peers", "folder of environments, checkpoints and answers")
     isa: str | None = isa_option()
-    time_limit: float | None = option(None, "stop after so many seconds; call again to go on", metavar="S")
-    quick: bool = option(False, "1 repetition, 1 prompt, 16 tokens, unless told otherwise")
+    time_limit: float | None = option(None, "stop after S seconds; the same command continues", metavar="S")
+    quick: bool = option(False, "defaults of 1 repetition, 1 prompt and 16 tokens")
 
     def __post_init__(self) -> None:
         require_known(self.peers, [name for name in ENGINES if name != OURS])
         require_known(self.precisions, PRECISIONS)
         usual = (1, 16, 1) if self.quick else (5, 128, 3)
-        given = self.repeats, self.tokens, self.prompts
-        self.repeats, self.tokens, self.prompts = (each or other for each, other in zip(given, usual, strict=True))
+        options = self.repeats, self.tokens, self.prompts
+        self.repeats, self.tokens, self.prompts = (each or other for each, other in zip(options, usual, strict=True))
         self.folder = self.folder.resolve()
 
     @property
@@ -82,46 +83,46 @@ class Options:
 
     @property
     def modes(self) -> list[Mode]:
-        """Plain, and each drafter to each depth."""
+        """Plain decoding, and each drafter at each depth."""
         return [Mode(), *(Mode(drafter, depth) for drafter in ("model", "ngram", MIX) for depth in self.depths)]
 
 
 def require_known(names: Sequence[str], known: Sequence[str]) -> None:
-    """Raise ValueError for a name that is not known."""
+    """Raise ValueError if a name is not among `known`."""
     for name in names:
         if name not in known:
             raise ValueError(f"{name!r} is not known; use {', '.join(known)}")
 
 
 def run_name(options: Options, material: Material) -> str:
-    """16 hex digits for all that must be equal for results to be compared: settings, sources, checkpoints, prompts."""
+    """16 hex digits that depend on settings, sources, checkpoints and prompts; only equal runs are comparable."""
     settings = [options.engines, options.depths, options.tokens, options.prompts, options.threads, options.isa]
     words = json.dumps([*settings, source_digest(), str(material.target), str(material.draft), material.prompts])
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def commands(options: Options, material: Material, precision: str) -> tuple[dict[str, Command], list[Failure]]:
-    """How to start the class's workers, with everything made that they need; and what could not be made."""
+    """Prepare the engines of a class: the commands that start their workers, and the failures."""
     peers = [ENGINES[name] for name in options.engines if precision in ENGINES[name].formats]
     return all_made((peer, *setup_of(options, peer, material, precision)) for peer in peers)
 
 
 def setup_of(options: MakingOptions, peer: Peer, material: Material, precision: str) -> tuple[Place, Setup]:
-    """The place of a peer, one for each instruction set, and what its worker is started with."""
+    """The place of a peer, one for each instruction set, and the setup of its worker."""
     place = Place(options.folder / "-".join(filter(None, (peer.name, options.isa))), options.jobs, options.isa)
     number_format, folder = peer.formats[precision], str(place.folder)
     return place, Setup(str(material.target), str(material.draft), number_format, options.threads, folder)
 
 
 def all_made(wanted: Iterable[tuple[Peer, Place, Setup]]) -> tuple[dict[str, Command], list[Failure]]:
-    """How to start the workers of these peers, with everything made that they need; and what could not be made."""
+    """Prepare these peers: the commands that start their workers, and the failures."""
     each = {peer.name: made(peer, place, setup) for peer, place, setup in wanted}
-    found = {name: command for name, command in each.items() if isinstance(command, Command)}
-    return found, [failure for failure in each.values() if isinstance(failure, Failure)]
+    ready = {name: command for name, command in each.items() if isinstance(command, Command)}
+    return ready, [failure for failure in each.values() if isinstance(failure, Failure)]
 
 
 def made(engine: Peer, place: Place, setup: Setup) -> Command | Failure:
-    """Everything made that an engine's worker needs, and how to start it; or what could not be made."""
+    """Install, build and export what an engine's worker needs: the command that starts it, or the failure."""
     try:
         engine.make(place, setup)
     except StepFailed as failed:
@@ -133,29 +134,29 @@ def made(engine: Peer, place: Place, setup: Setup) -> Command | Failure:
 
 
 def measure(options: Options, material: Material, precision: str, state: State, until_s: float | None) -> bool:
-    """All repetitions of a class that are not there yet; False if the time limit came first.
+    """Run the missing repetitions of a class; False if the time limit ended this early.
 
-    With a limit, engines start and modes are warmed up when they are first asked, so that a call that goes on with
-    a few answers loads no more than it asks.
+    With a time limit, engines start and modes are warmed up at their first answer, so that a call that adds few answers
+    loads only the models that it needs.
     """
     missing = state.missing(precision, options.repeats)
     if not missing:
-        print(f"{precision}: all {options.repeats} repetitions are there already", flush=True)
+        print(f"{precision}: all {options.repeats} repetitions are complete already", flush=True)
         return True
-    print(f"{precision}: {len(missing)} of {options.repeats} repetitions to do", flush=True)
+    print(f"{precision}: {len(missing)} of {options.repeats} repetitions are missing", flush=True)
     ready, failures = commands(options, material, precision)
-    race = Race(ready, options.modes, material.prompts, options.prompts, tell, failures)
+    race = Race(ready, options.modes, material.prompts, options.prompts, print_progress, failures)
     lengths, check_texts = [options.tokens] * options.prompts, None if until_s else precision == "16-bit"
     return race.measure(state, precision, missing, lengths, options.threads, until_s, check_texts)
 
 
-def tell(text: str) -> None:
-    """Progress, as it happens."""
+def print_progress(text: str) -> None:
+    """Print a line of progress at once."""
     print(f"  {text}", flush=True)
 
 
 def report(options: Options, state: State) -> dict[str, Any]:
-    """Print the tables; the same, and everything behind them, as an object."""
+    """Print the tables, and return their rows and the answers behind them as JSON values."""
     classes = {}
     for precision in options.precisions:
         repetitions = {i: cells for i, cells in state.repetitions(precision).items() if i < options.repeats}
@@ -164,23 +165,23 @@ def report(options: Options, state: State) -> dict[str, Any]:
         failures = [Failure(**failed) for failed in about.get("failures", ())]
         title = f"{precision}: {len(repetitions)} repetitions"
         print("\n" + markdown(title, table, failures))
-        cells = {i: [asdict(cell) for cell in found] for i, found in repetitions.items()}
+        cells = {i: [asdict(cell) for cell in answers] for i, answers in repetitions.items()}
         classes[precision] = about | {"rows": [asdict(row) for row in table], "cells": cells}
     return classes
 
 
 def main(arguments: Sequence[str]) -> int:
-    """1 if something failed, with everything else done; STOPPED if the time limit came first."""
+    """Run the command; returns 1 if an engine or mode failed, STOPPED if the time limit ended the run, otherwise 0."""
     options = options_of(Options, arguments)
     until_s = time.monotonic() + options.time_limit if options.time_limit else None
-    os.environ.update(ISAS[options.isa] if options.isa else {})  # of every worker
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # workers are ended on the way out
+    os.environ.update(ISAS[options.isa] if options.isa else {})  # workers inherit it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the race ends its workers
     material = Material.make(options.folder / "checkpoints")
     state = State(options.folder / "state.jsonl", run_name(options, material))
     on = machine()
     for precision in options.precisions:
         if not measure(options, material, precision, state, until_s):
-            print(f"{precision}: the time is over; the same command goes on", flush=True)
+            print(f"{precision}: stopped by --time-limit; the same command continues", flush=True)
             return STOPPED
     classes = report(options, state)
     settings = asdict(options) | {"folder": str(options.folder), "engines": options.engines}

@@ -1,9 +1,9 @@
-"""The checkpoints that every engine reads: the bundled pair widened, with no two weight matrices equal.
+"""The checkpoints that every engine reads: the widened bundled pair, with no two weight matrices equal.
 
-Decides how equal matrices are told apart. Layers that widening added write nothing, so their output matrices are all
-zeros; a format that stores equal constants once, as OpenVINO's does, would read a quarter less memory per token than
-any real model of this size asks for. One element of each such matrix, which feeds a channel that is padding, becomes
-MARK: what the model computes changes by less than rounding does, and all engines read the same files.
+This file decides how equal matrices are made different. The output matrices of layers that widening added are all
+zeros. A format that stores equal constants once, such as OpenVINO's, would read a quarter less memory per token than a
+real model of this size needs. So one element of each such matrix, which feeds a padding channel, becomes MARK. This
+changes the model's numbers by less than rounding does, and all engines read the same files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARK = 2.0**-10
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What is asked of every engine: a target and a draft model by folder, and prompts as token ids."""
+    """The folders of the target and the draft model, and the prompts as token ids; the same for every engine."""
 
     target: Path
     draft: Path
@@ -37,14 +37,14 @@ class Material:
     def make(cls, folder: Path) -> Material:
         """The demo's pair, copied to `folder` once, and its held-out prompts for the draft model."""
         sources = (widen(TARGET, TARGET_PARAMETERS, None), widen(DRAFT, DRAFT_PARAMETERS, None))
-        target, draft = (told_apart(Path(source), folder / Path(source).name) for source in sources)
+        target, draft = (distinct_copy(Path(source), folder / Path(source).name) for source in sources)
         tokenizer = Tokenizer.load(target)
         texts = [prompt.text for prompt in load_prompts() if not prompt.repeats]
         return cls(target, draft, [tokenizer.encode(text) for text in texts])
 
 
-def told_apart(source: Path, destination: Path) -> Path:
-    """A copy of a checkpoint in which no two matrices are equal; one that is there is taken as it is."""
+def distinct_copy(source: Path, destination: Path) -> Path:
+    """Copy a checkpoint to `destination` so that no two matrices are equal; an existing copy is not changed."""
     if destination.is_dir():
         return destination
     partial = destination.with_name(f".{destination.name}.partial")
@@ -61,7 +61,7 @@ def told_apart(source: Path, destination: Path) -> Path:
 
 
 def marked(name: str, tensor: Tensor) -> Tensor:
-    """`tensor`; if it is an output matrix of zeros, with one element that differs in place from layer to layer."""
+    """`tensor`, in which an output matrix of zeros gets one element MARK, in a different place in each layer."""
     layer = WRITER.fullmatch(name)
     if layer and not tensor.any():
         tensor[-1, int(layer[1])] = MARK

@@ -2,10 +2,10 @@
 
     python -m benchmarks.peers.gguf_export FOLDER FILE
 
-Decides the order of rotary rows and the vocabulary. llama.cpp rotates neighbours where Hugging Face rotates
-halves, so the rows of query and key heads are interleaved. Weights keep their bits; norms become float32, as
-llama.cpp wants them. Its own converter knows a byte-level tokenizer only by a hash of what it does, so the vocabulary
-is written here. Knows no other architecture and refuses it.
+This file decides the order of rotary rows and the vocabulary. llama.cpp rotates neighbours where Hugging Face rotates
+halves, so the rows of query and key heads are interleaved. Weights keep their bits; norms become float32, which
+llama.cpp requires. Its own converter recognises a byte-level tokenizer only by a hash of the tokenizer's output, so the
+vocabulary is written here. Other architectures than Llama are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def main(folder: Path, file: Path) -> None:
-    """The whole file; it appears under its name when it is complete."""
+    """Write the file atomically. Raises SystemExit for other architectures and scaled rotary embeddings."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config["architectures"] != ["LlamaForCausalLM"] or config["rope_parameters"]["rope_type"] != "default":
         raise SystemExit(f"{folder}: {config['architectures']} cannot be written; LlamaForCausalLM can")
@@ -41,7 +41,7 @@ def main(folder: Path, file: Path) -> None:
 
 
 def write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """What config.json says, in llama.cpp's words."""
+    """Write the fields of config.json under llama.cpp's names."""
     writer.add_name("widened")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_block_count(config["num_hidden_layers"])
@@ -59,7 +59,7 @@ def write_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any]) -> None:
-    """The byte-level tokens and merges of tokenizer.json."""
+    """Write the byte-level tokens and merges of tokenizer.json."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     special = {token["id"] for token in tokenizer["added_tokens"] if token["special"]}
     ids = {number: token for token, number in tokenizer["model"]["vocab"].items()}
@@ -78,7 +78,7 @@ def write_vocabulary(writer: gguf.GGUFWriter, folder: Path, config: dict[str, An
 
 
 def write_tensor(writer: gguf.GGUFWriter, config: dict[str, Any], name: str, tensor: Tensor) -> None:
-    """One tensor under llama.cpp's name and in its order."""
+    """Write one tensor under llama.cpp's name, with rotary rows in its order."""
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     new = known.get_name(name, (".weight",))
     if new is None or tensor.dtype != torch.bfloat16:
@@ -94,7 +94,7 @@ def write_tensor(writer: gguf.GGUFWriter, config: dict[str, Any], name: str, ten
 
 
 def neighbours(weight: Tensor, num_heads: int) -> Tensor:
-    """Each head's rows 0, h, 1, h + 1, ... where h is half its width: what is rotated together stands together."""
+    """Each head's rows in the order 0, h, 1, h + 1, ..., where h is half its width: rotated pairs are neighbours."""
     turned: Tensor = weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2)
     return turned.reshape(weight.shape)
 

@@ -1,7 +1,7 @@
 """Hugging Face transformers: plain generation, assisted generation with the draft model, prompt lookup; bfloat16.
 
-This file decides what is installed and which options a mode is. Depths are fixed, as for the other engines: its own
-default varies them by a confidence threshold.
+This file decides which packages are installed and which options a mode has. Depths are fixed, as in the other engines;
+the library's default varies them with a confidence threshold.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, s
 
 
 class Transformers(Peer):
-    """Reads the checkpoints as they are, and the weights of GGUF files unpacked."""
+    """Reads the checkpoints without conversion, and dequantizes GGUF files."""
 
     name = "transformers"
     module = "benchmarks.peers.huggingface"
 
     def make(self, place: Place, setup: Setup) -> None:
-        """Install it."""
+        """Install the library."""
         place.install([TORCH], [TORCH, "transformers", "gguf", "accelerate"])  # the last two read GGUF files
 
 
 def load(setup: Setup) -> Service:
-    """The models, which all modes share."""
+    """Load the models, which all modes share."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
 
     class Watching(BaseStreamer):
-        """Tells a stopwatch of tokens; what comes first is the prompt."""
+        """Passes the number of tokens to a stopwatch; the first call contains the prompt and is skipped."""
 
         def __init__(self, watch: Stopwatch) -> None:
             self.watch = watch
@@ -45,7 +45,7 @@ def load(setup: Setup) -> Service:
             self.prompt_seen = True
 
         def end(self) -> None:
-            """Nothing is held back."""
+            """Do nothing: no tokens are buffered."""
 
     torch.set_num_threads(setup.threads)
     models = []
@@ -54,7 +54,7 @@ def load(setup: Setup) -> Service:
         folder = path.parent if file else path
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **file)
         models.append(model.to(setup.device).eval())
-        models[-1].generation_config.eos_token_id = None  # texts go on past it
+        models[-1].generation_config.eos_token_id = None  # answers continue after the end-of-sequence token
     target, draft = models[0], models[-1]
     if setup.draft:
         draft.generation_config.num_assistant_tokens_schedule = "constant"

@@ -1,8 +1,8 @@
 """llama.cpp: its server, built for this machine from the sources that llama-cpp-python ships; bf16, q8_0, q4_K_M.
 
-This file decides how it is built, how its files are made, and which flags a mode is. The server fixes how it guesses
-when it starts, so every mode is a server of its own, started when it is first asked. Times are the server's own, so
-that nothing of HTTP is in them: its decoding time begins with the first token.
+This file decides how the server is built, how its model files are made, and which flags a mode has. The flags of
+speculation are fixed when a server starts, so every mode has its own server, started at the mode's first answer. Times
+are those that the server reports, so they exclude HTTP; its decoding time begins with the first token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.processes import ServerProcess, StepFailed, free_port
 
 PACKAGE = "llama-cpp-python"
 GGUF = ".gguf"
-MATCHED_TOKENS = 3  # of its n-grams; its default, 12, hardly ever matches in a text this short
+MATCHED_TOKENS = 3  # length of its n-grams; its default, 12, hardly ever matches in a text this short
 ASK_LIMIT_S = 1800.0
 CMAKE_FLAGS = (
     "-GNinja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF "
@@ -44,14 +44,14 @@ BINARIES = ("llama-server", "llama-quantize", "llama-perplexity")
 
 
 class LlamaCpp(Peer):
-    """Reads GGUF files, written from the checkpoints in bfloat16 and then quantised by its own tool."""
+    """Reads GGUF files, which are written from the checkpoints in bfloat16 and quantised with llama.cpp's own tool."""
 
     name = "llama.cpp"
     formats: Mapping[str, str] = {"16-bit": "bf16", "8-bit": "q8_0", "4-bit": "q4_K_M"}
     module = "benchmarks.peers.llama_cpp"
 
     def make(self, place: Place, setup: Setup) -> None:
-        """Build it and write both models in the setup's format; files of its own form are taken as they are."""
+        """Build llama.cpp and write both models in the setup's format; GGUF files are used without conversion."""
         self.make_programs(place)
         for folder in (Path(each) for each in (setup.target, setup.draft) if each and not each.endswith(GGUF)):
             first, wanted = (gguf_of(place.folder, folder, each) for each in ("bf16", setup.format))
@@ -61,7 +61,7 @@ class LlamaCpp(Peer):
                 place.once(wanted.stem, str(folder), partial(place.run, f"quantising to {setup.format}", command))
 
     def make_programs(self, place: Place) -> None:
-        """Build what is not there yet."""
+        """Build the programs, unless they were built before with the same flags."""
         place.install(["cmake", "ninja"])
         key = f"{cmake_flags(place)}{INCLUDED.read_text(encoding='utf-8')}{BINARIES}"
         place.once("build", key, partial(self.build, place))
@@ -89,24 +89,24 @@ class LlamaCpp(Peer):
 
 
 def cmake_flags(place: Place) -> str:
-    """How it is built for the place's instructions."""
+    """The options of cmake for the instruction set of the place."""
     return f"{CMAKE_FLAGS} {ISA_FLAGS[place.isa]}"
 
 
 def gguf_of(folder: Path, checkpoint: Path, number_format: str) -> Path:
-    """Where a checkpoint's file is."""
+    """The path of a checkpoint's GGUF file in this number format; a GGUF checkpoint is its own file."""
     if checkpoint.suffix == GGUF:
         return checkpoint
     return folder / f"{checkpoint.name}-{number_format}.gguf"
 
 
 def binary(folder: Path, name: str) -> str:
-    """One of the programs that were built."""
+    """The path of one of the programs that were built."""
     return str(folder / "cmake" / "bin" / name)
 
 
 def mode_flags(mode: Mode, draft: Path, threads: int) -> list[str]:
-    """How the server is told to guess."""
+    """The server's flags of speculation for a mode."""
     depth, count = str(mode.depth), str(threads)
     if mode.drafter == "model":
         flags = ["--spec-type", "draft-simple", "--model-draft", str(draft), "--spec-draft-n-max", depth]
@@ -118,7 +118,7 @@ def mode_flags(mode: Mode, draft: Path, threads: int) -> list[str]:
 
 
 def server_command(setup: Setup, mode: Mode, port: int, num_seqs: int, context_tokens: int) -> list[str]:
-    """The server in a mode, with so many tokens of context for each of so many requests at once."""
+    """The command of a server in a mode, for `num_seqs` requests at once with `context_tokens` each."""
     place, count = Path(setup.place), str(setup.threads)
     target, draft = (gguf_of(place, Path(each), setup.format) for each in (setup.target, setup.draft))
     return [
@@ -130,7 +130,7 @@ def server_command(setup: Setup, mode: Mode, port: int, num_seqs: int, context_t
 
 
 class Server(ServerProcess):
-    """One llama-server, which runs and is stopped with the process that asks it."""
+    """One llama-server, which runs and is stopped together with the worker process."""
 
     def __init__(self, setup: Setup, mode: Mode) -> None:
         port = free_port()
@@ -138,7 +138,7 @@ class Server(ServerProcess):
         super().__init__(server_command(setup, mode, port, 1, setup.context_tokens), port, log, {}, apart=False)
 
     def complete(self, prompt_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        """Its answer to token ids, greedy and past the end-of-sequence token, nothing reused from before."""
+        """The server's greedy answer to token ids, ignoring the end-of-sequence token and without its prompt cache."""
         body = {
             "prompt": list(prompt_ids),
             "n_predict": num_tokens,
@@ -155,7 +155,7 @@ class Server(ServerProcess):
 
 
 def load(setup: Setup, stack: ExitStack) -> Service:
-    """No server yet: each comes up when its mode is first asked, and ends with `stack`."""
+    """A service that starts the server of each mode at the mode's first answer; `stack` ends the servers."""
     servers: dict[Mode, Server] = {}
 
     def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
@@ -166,13 +166,13 @@ def load(setup: Setup, stack: ExitStack) -> Service:
         tokens, timings = answer["tokens"], answer["timings"]
         num_rounds = num_tokens - 1 - timings.get("draft_n_accepted", 0)
         if len(tokens) != num_tokens:
-            raise StepFailed(f"llama-server gave {len(tokens)} tokens where {num_tokens} were asked for")
+            raise StepFailed(f"llama-server returned {len(tokens)} tokens instead of {num_tokens}")
         prompt_s, decode_s = timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3
         return Answer(tokens, num_tokens - 1, prompt_s, decode_s, num_rounds)
 
     sources = next(Path(setup.place).glob("llama_cpp_python-*/"), Path("unknown")).name
-    said = subprocess.run([binary(Path(setup.place), "llama-server"), "--version"], capture_output=True, check=True)
-    build = b" ".join((said.stdout + said.stderr).split()).decode(errors="replace")
+    ended = subprocess.run([binary(Path(setup.place), "llama-server"), "--version"], capture_output=True, check=True)
+    build = b" ".join((ended.stdout + ended.stderr).split()).decode(errors="replace")
     return Service({"sources": sources, "build": build}, generate)
 
 

@@ -1,4 +1,4 @@
-"""The machine on which the numbers were measured, and the sources that were run."""
+"""Describes the machine that measures, and identifies the sources that run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ GIB = 1 << 30
 
 
 def bandwidth_bytes_per_s(threads: int) -> float:
-    """How fast a gigabyte of float32 is summed, at best: what reading weights can at most be."""
+    """The best speed at which a gigabyte of float32 is summed, an upper bound of the speed of reading weights."""
     torch.set_num_threads(threads)
     return here.bandwidth_bytes_per_s()
 
 
 def machine() -> dict[str, Any]:
-    """Name and size of it all."""
+    """The processor, instruction sets, number of cores, memory, system and load."""
     return asdict(Machine.here()) | {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "amx": bool({"amx_bf16", "amx_int8"} & set(vector_instructions())),
@@ -35,5 +35,5 @@ def machine() -> dict[str, Any]:
 
 
 def source_digest(benchmark: str = "peers") -> str:
-    """16 hex digits for forerun's sources and a benchmark's: results of other sources are not mixed with theirs."""
+    """Hex digits that identify the sources of forerun and of a benchmark; results of different ones are kept apart."""
     return sources_digest() + sources_digest(ROOT / "benchmarks" / benchmark)

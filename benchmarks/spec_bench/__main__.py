@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.options import option, options_of, several
-from benchmarks.peers.__main__ import ENGINES, STOPPED, all_made, require_known, tell
+from benchmarks.peers.__main__ import ENGINES, STOPPED, all_made, print_progress, require_known
 from benchmarks.peers.huggingface import Transformers
 from benchmarks.peers.llama_cpp import GGUF, LlamaCpp
 from benchmarks.peers.machine import machine, source_digest
@@ -163,7 +163,7 @@ def measure(options: Options, asked: Asked, state: State) -> bool:
     ready, failures = all_made(wanted(options))
     grams = Mode("ngram", options.peer_depth)
     modes = [PLAIN, *map(mode_of, options.draft), *([grams] if options.peers else [])]
-    race = Race(ready, modes, asked.prompts, len(asked.prompts), tell, failures, left_out=[(OURS, grams)])
+    race = Race(ready, modes, asked.prompts, len(asked.prompts), print_progress, failures, left_out=[(OURS, grams)])
     return race.measure(state, KIND, missing, asked.lengths, options.threads, until_s)
 
 

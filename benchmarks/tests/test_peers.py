@@ -1,4 +1,4 @@
-"""The benchmark against other engines, as far as it needs none of them: workers, turns, tables, failures, resuming."""
+"""The benchmark against other engines, without these engines: workers, order, tables, failures, resuming."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ import torch
 from benchmarks.options import options_of
 from benchmarks.peers import ours
 from benchmarks.peers.__main__ import Options
-from benchmarks.peers.checkpoints import MARK, marked, told_apart
+from benchmarks.peers.checkpoints import MARK, distinct_copy, marked
 from benchmarks.peers.place import Place
 from benchmarks.peers.protocol import Answer, Mode, Setup, Stopwatch
 from benchmarks.peers.race import WARMUP_TOKENS, Race, circle
@@ -34,7 +34,7 @@ from forerun.models.runner import Runner
 
 PROMPTS = ([1, 2, 3], [4, 5], [6])
 MODES = [Mode(), Mode("model", 3), Mode("ngram", 5)]
-# Says the prompt's last token + 1, + 2, ...; noise on stdout; dies where its setup's `draft` names the mode asked.
+# Answers the prompt's last token + 1, + 2, ...; prints to stdout; fails in the mode that its setup's `draft` names.
 FAKE = """
 import os
 from benchmarks.peers.protocol import Service, Stopwatch, serve
@@ -67,7 +67,7 @@ def command(tmp_path: Path, name: str, target: str = "same", draft: str = "none"
 
 @pytest.fixture
 def said() -> list[str]:
-    """What a race says."""
+    """The progress lines of a race."""
     return []
 
 
@@ -94,12 +94,12 @@ def test_a_mode_has_one_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "model", "plain-3", "model-0", "suffix-3", "model-3 ", "suffix@", "suffix@0"])
-def test_what_is_no_mode_is_refused(name: str) -> None:
+def test_unknown_modes_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="plain, model-DEPTH, ngram-DEPTH or mix-DEPTH"):
         Mode.parse(name)
 
 
-def test_what_comes_first_is_not_decoding() -> None:
+def test_the_first_tokens_of_an_answer_are_not_counted_as_decoded() -> None:
     ticks = iter([10.0, 13.0, 14.0, 18.0])
     watch = Stopwatch(lambda: next(ticks))
     for num_tokens in (0, 3, 0, 2, 4):
@@ -119,7 +119,7 @@ def test_a_worker_answers_through_the_noise_of_its_libraries(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_a_worker_that_is_not_asked_is_stopped(tmp_path: Path) -> None:
+def test_a_worker_is_stopped_between_answers(tmp_path: Path) -> None:
     def state() -> str:
         return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
@@ -136,12 +136,12 @@ def test_a_worker_that_is_not_asked_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("draft", "reason"), [("unbuilt", "out of luck"), ("model-3", "cannot do model-3")])
-def test_a_dead_worker_is_known_by_its_last_words(tmp_path: Path, draft: str, reason: str) -> None:
+def test_the_error_of_a_dead_worker_ends_with_its_output(tmp_path: Path, draft: str, reason: str) -> None:
     with pytest.raises(StepFailed, match=reason), closing(Worker(command(tmp_path, "fake", draft=draft))) as worker:
         worker.ask(Mode("model", 3), [1], 4)
 
 
-def test_everybody_is_first_equally_often_and_neighbours_are_different_engines() -> None:
+def test_every_entry_is_first_equally_often_and_neighbours_are_different_engines() -> None:
     entries = circle(["forerun", "a", "b"], MODES)
     orders = [rotated(entries, turn) for turn in range(len(entries))]
     for position in range(len(entries)):
@@ -150,7 +150,7 @@ def test_everybody_is_first_equally_often_and_neighbours_are_different_engines()
     assert rotated([], 3) == []
 
 
-def test_a_race_asks_everybody_everything_once_in_turns(tmp_path: Path, said: list[str]) -> None:
+def test_in_a_repetition_every_entry_answers_every_prompt_once(tmp_path: Path, said: list[str]) -> None:
     with race({name: command(tmp_path, name) for name in ("forerun", "peer")}, said) as running:
         running.start_all()
         running.warm_up(check_texts=True)
@@ -164,7 +164,7 @@ def test_a_race_asks_everybody_everything_once_in_turns(tmp_path: Path, said: li
     assert [c.engine for c in cells[1][:6]] == ["peer", "forerun"] * 3
 
 
-def test_a_mode_that_dies_is_reported_and_all_else_goes_on(tmp_path: Path, said: list[str]) -> None:
+def test_a_failed_mode_is_reported_and_the_others_continue(tmp_path: Path, said: list[str]) -> None:
     broken = command(tmp_path, "broken", draft="ngram-5")
     absent = command(tmp_path, "absent", draft="unbuilt")
     with race({"forerun": command(tmp_path, "forerun"), "broken": broken, "absent": absent}, said) as running:
@@ -182,8 +182,8 @@ def test_a_mode_that_dies_is_reported_and_all_else_goes_on(tmp_path: Path, said:
     assert "    RuntimeError: cannot do ngram-5" in table
 
 
-def test_forerun_reads_a_prompt_again_that_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the column of the prompt reports: in a repetition all prompts are asked again, of every mode."""
+def test_forerun_prefills_a_repeated_prompt_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the column of the prefill would report cached prompts: every mode answers the same prompts."""
     counts: Counter[int] = Counter()  # by the number of layers, which tells the target from its draft model
     read = Runner.read
 
@@ -202,7 +202,7 @@ def test_forerun_reads_a_prompt_again_that_it_has_read(monkeypatch: pytest.Monke
         assert counts[read_config(BUNDLED["stdlib"]).layers] >= len(prompt)
 
 
-def test_a_race_without_time_goes_on_where_it_stopped(tmp_path: Path, said: list[str]) -> None:
+def test_a_race_at_its_time_limit_continues_with_one_answer_per_call(tmp_path: Path, said: list[str]) -> None:
     cells: list[Cell] = []
     broken = command(tmp_path, "broken", draft="model-3")
     failures: list[Failure] = []
@@ -220,7 +220,7 @@ def test_a_race_without_time_goes_on_where_it_stopped(tmp_path: Path, said: list
 
 
 @pytest.mark.full
-def test_an_engine_that_says_something_else_is_a_wrong_export(tmp_path: Path, said: list[str]) -> None:
+def test_an_engine_with_other_texts_is_reported_as_a_wrong_export(tmp_path: Path, said: list[str]) -> None:
     commands = {"forerun": command(tmp_path, "forerun"), "other": command(tmp_path, "other", target="other")}
     with race(commands, said) as running:
         running.warm_up(check_texts=False)
@@ -299,15 +299,13 @@ def test_only_complete_repetitions_of_the_same_run_are_found_again(tmp_path: Pat
     assert [found.engine for found in state.repetitions("16-bit")[8]] == ["forerun", "peer"]
 
 
-def test_only_forerun_is_asked_for_a_mix_and_for_its_own_drafters() -> None:
+def test_only_forerun_runs_a_mix_and_its_own_drafters() -> None:
     mix, suffix = Mode("mix", 3), Mode("suffix", spec=True)
     asked = circle(["forerun", "peer"], [Mode("ngram", 3), mix, suffix])
     assert asked == [("forerun", Mode("ngram", 3)), ("peer", Mode("ngram", 3)), ("forerun", mix), ("forerun", suffix)]
 
 
-def test_a_race_asks_for_answers_of_each_prompts_length_and_leaves_out_what_it_is_told(
-    tmp_path: Path, said: list[str]
-) -> None:
+def test_answers_have_each_prompts_length_and_entries_are_left_out(tmp_path: Path, said: list[str]) -> None:
     cells: list[Cell] = []
     entry = ("forerun", Mode("ngram", 5))
     with Race({"forerun": command(tmp_path, "forerun")}, MODES, PROMPTS, 3, said.append, left_out=[entry]) as running:
@@ -357,7 +355,7 @@ def test_a_step_that_fails_says_what_it_printed_last(tmp_path: Path, capsys: pyt
         place.run("third", ["not-a-program-at-all"])
 
 
-def test_equal_matrices_are_told_apart_and_nothing_else_is_touched(tmp_path: Path) -> None:
+def test_equal_matrices_become_different_and_nothing_else_is_changed(tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "copies" / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
@@ -371,7 +369,7 @@ def test_equal_matrices_are_told_apart_and_nothing_else_is_touched(tmp_path: Pat
         "model.layers.0.mlp.up_proj.weight": torch.zeros(6, 4),
     }
     save_file(dead | alive, source / "model.safetensors")
-    assert told_apart(source, copy) == copy
+    assert distinct_copy(source, copy) == copy
     assert (copy / "config.json").read_text() == "{}"
     found = load_file(copy / "model.safetensors")
     for name, tensor in alive.items():
