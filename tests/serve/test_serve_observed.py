@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from forerun.errors import MissingPackage
 from forerun.llm import LLM
 from forerun.serve import records
 from forerun.serve.records import LogFormat, log_to_stderr
+from forerun.streams import show_warnings
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.servers import Running, drafting, running, until
 
@@ -151,7 +153,7 @@ def test_metrics_count_what_answers_say() -> None:
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was written to standard error; loggers are as before at the end."""
-    names = [*records.LEVELS, records.REQUESTS, records.ACCESS]
+    names = ["forerun", *records.LEVELS, records.REQUESTS, records.ACCESS]
     before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in map(logging.getLogger, names)]
     yield lambda: capsys.readouterr().err
     for logger, level, propagate, disabled in before:
@@ -193,6 +195,31 @@ def test_without_the_option_there_is_no_line_for_a_request(written: Callable[[],
     with drafting() as llm, running(llm) as server:
         server.post("/v1/completions", **OK)
     assert "requests" not in {json.loads(line)["logger"].rpartition(".")[2] for line in written().splitlines()}
+
+
+def test_warnings_of_the_engine_and_the_first_lines_are_json_too() -> None:
+    command = [sys.executable, "-m", "forerun", "serve", "--model", str(TARGET), "--host", "0.0.0.0", "--port", "0"]
+    with subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        text = [process.stderr.readline()]
+        while "page" not in text[-1] and text[-1]:
+            text.append(process.stderr.readline())
+        process.terminate()
+        text += list(process.stderr)
+    lines = [json.loads(line) for line in text]
+    assert lines[-1]["message"] == "All requests are answered; the server exits."
+    (started,) = (line for line in lines if "page" in line)
+    assert started["level"] == "info"
+    assert started["message"] == f"{started['model']} at {started['address']}, fingerprint {started['fingerprint']}"
+    assert (started["model"], started["page"]) == (str(TARGET), started["address"].removesuffix("v1"))
+
+
+def test_a_warning_of_the_engine_is_one_json_line(written: Callable[[], str]) -> None:
+    show_warnings()
+    log_to_stderr("json", access=False)
+    logging.getLogger("forerun.engine").warning("slow for %d reasons", 2)
+    (line,) = written().splitlines()
+    assert json.loads(line)["message"] == "slow for 2 reasons"
 
 
 def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:

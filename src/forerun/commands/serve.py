@@ -91,7 +91,7 @@ def serve(model_options: ModelOptions, server: ServeOptions, replicas: ReplicaOp
 
         from forerun.commands.answering import build_llm, llm_arguments
         from forerun.serve.access import ApiKeys
-        from forerun.serve.records import LOG_FORMATS, log_to_stderr, require_otel
+        from forerun.serve.records import LOG_FORMATS, log_start, log_to_stderr, require_otel
         from forerun.serve.server import bound_socket
         from forerun.serve.server import serve as serve_until_stopped
         from forerun.serve.service import Service
@@ -122,8 +122,7 @@ def serve(model_options: ModelOptions, server: ServeOptions, replicas: ReplicaOp
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
         def started() -> None:
-            show_note(f"{settings.served_model_name} at {address}/v1, fingerprint {service.llm.fingerprint}")
-            show_note(f"page: {address}/")
+            log_start(log_format, settings.served_model_name, address, service.llm.fingerprint)
 
         status = serve_until_stopped(service, sock, started)
     if status:

@@ -21,6 +21,7 @@ from forerun.errors import MissingPackage
 from forerun.serve.answers import Writer
 from forerun.serve.envelope import ACCESS
 from forerun.serve.gate import OpenRequest
+from forerun.streams import show_note
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -47,6 +48,7 @@ ATTRIBUTES = {  # of spans: the field of the record
 EXTRA = "sending traces requires OpenTelemetry's SDK and its OTLP exporter: pip install 'forerun[otel]'"
 SET_BY_CLIENTS = ("request_id", "session_id")  # quoted in the log
 request_log = logging.getLogger(REQUESTS)
+start_log = logging.getLogger("forerun.serve.server")
 
 
 def record_of(entry: OpenRequest, writer: Writer, outcome: str) -> Record:
@@ -104,7 +106,10 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(form: LogFormat, access: bool) -> None:
-    """Log to standard error; with `access` also a line for each request and each response."""
+    """Log to standard error; with `access` also a line for each request and each response.
+
+    In JSON, so are the warnings of the whole library, in place of the command line's own lines.
+    """
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else text)
@@ -115,6 +120,19 @@ def log_to_stderr(form: LogFormat, access: bool) -> None:
         logger.setLevel(level)
         logger.propagate = False
         logger.addHandler(handler)
+    if form == "json":
+        logging.getLogger("forerun").handlers = [handler]
+
+
+def log_start(form: LogFormat, model: str, address: str, fingerprint: str) -> None:
+    """Say on standard error that the server listens, and where: two lines of text, or one JSON object."""
+    text = f"{model} at {address}/v1, fingerprint {fingerprint}"
+    if form == "text":
+        show_note(text)
+        show_note(f"page: {address}/")
+        return
+    fields = {"model": model, "address": f"{address}/v1", "page": f"{address}/", "fingerprint": fingerprint}
+    start_log.info("%s", text, extra={"fields": fields})
 
 
 def require_otel() -> None:
