@@ -97,11 +97,23 @@ def guard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    if sys.stdin is None:
+        sys.stdin = io.StringIO()  # a closed stream reads as an empty one
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or Nowhere()  # a process may be started without streams
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # writes "?" for a character that the terminal's encoding lacks
         setattr(sys, name, Guarded(stream))
+
+
+@contextmanager
+def reading_input() -> Iterator[None]:
+    """Within the block, end the program with one line if standard input cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        show_error(f"standard input cannot be read: {error.strerror}")
+        raise SystemExit(MISTAKE) from None
 
 
 class Nowhere(io.TextIOBase):

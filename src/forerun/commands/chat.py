@@ -12,7 +12,7 @@ import typer
 from forerun.commands.running import importing
 from forerun.errors import InvalidRequest
 from forerun.options import ANSWER, AnswerOptions, ModelOptions, with_options
-from forerun.streams import show_error, warnings_held_back
+from forerun.streams import reading_input, show_error, warnings_held_back
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +83,8 @@ def read_line(console: Console) -> str | None:
     """The user's next line; None at the end of input. Ctrl-C discards the current line."""
     while True:
         try:
-            return input("> " if sys.stdin.isatty() else "").strip()
+            with reading_input():
+                return input("> " if sys.stdin.isatty() else "").strip()
         except KeyboardInterrupt:
             console.print("\n/exit or Ctrl-D quits", style="dim", highlight=False)
         except EOFError:

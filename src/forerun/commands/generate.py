@@ -11,7 +11,7 @@ from forerun.commands.running import Result, importing
 from forerun.commands.serve import ReplicaOptions
 from forerun.errors import InvalidRequest
 from forerun.options import INTERRUPTED, AnswerOptions, BatchOptions, ModelOptions, OutputOptions, with_options
-from forerun.streams import MISTAKE
+from forerun.streams import MISTAKE, reading_input
 
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="Text to continue; if omitted or -: standard input.")
@@ -88,4 +88,5 @@ def read_prompt(prompt: str | None) -> str:
         return prompt
     if prompt is None and sys.stdin.isatty():
         raise InvalidRequest("prompt", "it is missing: give it as the last argument, or pipe it in")
-    return sys.stdin.read().removesuffix("\n")
+    with reading_input():
+        return sys.stdin.read().removesuffix("\n")
