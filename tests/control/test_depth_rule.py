@@ -84,7 +84,7 @@ class VaryingRates:
                 self.num_estimates += 1
                 return estimates
 
-            (budget,) = controller.budgets(load, Outlook([0], [AMPLE], estimate, ends_early=True), SPARE)
+            (budget,) = controller.budgets(load, Outlook([0], [AMPLE], estimate), SPARE)
             depth = sum(each >= budget.min_survival for each in estimates[: budget.depth])
             num_accepted = next((i for i in range(depth) if dice.random() >= rate), depth)
             round_s = self.round_s(depth)

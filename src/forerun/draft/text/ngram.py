@@ -181,7 +181,7 @@ class NgramDrafter:
             return self.survival(indexed.matches, match[0], AUTO_DEPTH, self.matches)
 
         limit = [0 if match is None else sys.maxsize for match in matches]
-        return Outlook([0] * len(seq_ids), limit, estimate, ends_early=True)
+        return Outlook([0] * len(seq_ids), limit, estimate)
 
     def match(self, indexed: IndexedText, after_text: list[int]) -> tuple[int, int] | None:
         """`lookup` in the text followed by `after_text`, whose last token is the root."""

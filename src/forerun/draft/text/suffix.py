@@ -130,7 +130,7 @@ class SuffixDrafter:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """Any depth for a known sequence; nothing is ever unread."""
         limit = [sys.maxsize if seq_id in self.sequences else 0 for seq_id in seq_ids]
-        return Outlook([0] * len(seq_ids), limit, lambda i, least: self.estimate(seq_ids[i], least), ends_early=True)
+        return Outlook([0] * len(seq_ids), limit, lambda i, least: self.estimate(seq_ids[i], least))
 
     def estimate(self, seq_id: int, least: float = 0.0) -> Sequence[float]:
         """The survival of each token of the likeliest chain, down to `least`; the chain is saved for `propose`."""
