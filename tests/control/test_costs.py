@@ -1,4 +1,4 @@
-"""What rounds of a size are taken to cost, behind what was seen of others."""
+"""`CostTable` and `Curve`: the expected seconds of rounds of a size, from measurements of this and other sizes."""
 
 import itertools
 import random
@@ -13,107 +13,111 @@ from hypothesis import strategies as st
 
 from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG, CostTable, Curve, Kind, rising
 
-ALONE = Kind.of(1)
+LONE_ROW = Kind.of(1)
 
 
-def seen(times: dict[int, float], num: int = KNOWN, flat: bool = True) -> CostTable:
-    """A table that has seen these seconds by size, each so often."""
+def measured(times_s: dict[int, float], num: int = KNOWN, flat: bool = True) -> CostTable:
+    """A table with `num` measurements of these seconds for each of these sizes."""
     table = CostTable(flat)
     for _ in range(num):
-        for size, taken_s in times.items():
-            table.record(ALONE, size, taken_s)
+        for size, taken_s in times_s.items():
+            table.record(LONE_ROW, size, taken_s)
     return table
 
 
-def test_a_smaller_pass_is_not_taken_to_cost_more_than_a_larger_one_that_is_known() -> None:
-    """It was seen in a busy moment: guesses beside it would seem to be better than free."""
-    table = seen({8: 0.09}, num=LATEST)
+def test_a_size_costs_at_most_as_much_as_a_larger_size_with_enough_measurements() -> None:
+    """The smaller size was measured on a busy machine; if it cost more, draft tokens would seem to save time.
+
+    Fewer than KNOWN measurements of the larger size do not lower it.
+    """
+    table = measured({8: 0.09}, num=LATEST)
     for _ in range(KNOWN - 1):
-        table.record(ALONE, 10, 0.067)
-    assert table.expect(ALONE, 8) > 0.08, "few passes may have been a matter of luck"
-    table.record(ALONE, 10, 0.067)
-    assert table.expect(ALONE, 8) <= table.expect(ALONE, 10)
+        table.record(LONE_ROW, 10, 0.067)
+    assert table.expect(LONE_ROW, 8) > 0.08, "too few measurements of the larger size"
+    table.record(LONE_ROW, 10, 0.067)
+    assert table.expect(LONE_ROW, 8) <= table.expect(LONE_ROW, 10)
 
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("seed", range(10))
-def test_larger_sizes_never_cost_less(seed: int, flat: bool) -> None:
-    """Whatever was seen, how noisy it was, and whether the level has changed; also between and beyond what was seen."""
+def test_costs_never_fall_with_size(seed: int, flat: bool) -> None:
+    """For random sizes with noise of up to 4 times and changes of the level; also between and beyond measured sizes."""
     dice, table = random.Random(seed), CostTable(flat)
     for _ in range(150):
         size = dice.randint(1, 24)
-        table.record(ALONE, size, (0.05 + 0.002 * size) * dice.choice([0.9, 1.0, 1.1, 1.5, 4.0]))
+        table.record(LONE_ROW, size, (0.05 + 0.002 * size) * dice.choice([0.9, 1.0, 1.1, 1.5, 4.0]))
         if dice.random() < 0.02:
             for _ in range(CLEAR):
-                table.record(ALONE, size, 0.5 * dice.uniform(0.9, 1.1))
-        expected = [table.expect(ALONE, each / 2) for each in range(1, 80)]
+                table.record(LONE_ROW, size, 0.5 * dice.uniform(0.9, 1.1))
+        expected = [table.expect(LONE_ROW, each / 2) for each in range(1, 80)]
         assert all(small <= large * (1 + 1e-9) for small, large in itertools.pairwise(expected))
 
 
-def test_what_is_in_order_is_taken_as_it_was_seen() -> None:
-    """Known sizes, those between them, and those beyond, where costs grow as they grew in the second half."""
-    table = seen({1: 0.06, 2: 0.07, 4: 0.09, 8: 0.13})
+def test_costs_are_linear_between_measured_sizes_and_beyond_them() -> None:
+    """Beyond the largest size the slope is that of the upper half of the measured sizes."""
+    table = measured({1: 0.06, 2: 0.07, 4: 0.09, 8: 0.13})
     expected = {1: 0.06, 2: 0.07, 3: 0.08, 4: 0.09, 6: 0.11, 8: 0.13, 12: 0.17}
-    assert {size: table.expect(ALONE, size) for size in expected} == pytest.approx(expected)
+    assert {size: table.expect(LONE_ROW, size) for size in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("flat", "expected"), [(True, 0.04), (False, 0.01)])
-def test_one_size_alone_stands_for_others(flat: bool, expected: float) -> None:
-    """Passes over fewer tokens cost the same, and drafts in proportion."""
-    assert seen({4: 0.04}, num=1, flat=flat).expect(ALONE, 1) == pytest.approx(expected)
+def test_with_one_measured_size_others_cost_the_same_or_in_proportion(flat: bool, expected: float) -> None:
+    """A table of passes (`flat`) expects the same seconds for fewer tokens, one of drafts a proportional part."""
+    assert measured({4: 0.04}, num=1, flat=flat).expect(LONE_ROW, 1) == pytest.approx(expected)
 
 
-def test_single_rounds_that_take_any_time_do_not_count() -> None:
+def test_a_fifth_of_rounds_that_take_ten_times_longer_does_not_change_the_cost() -> None:
     table, dice = CostTable(), random.Random(0)
     for _ in range(200):
-        table.record(ALONE, 4, 0.05 * dice.uniform(0.98, 1.02) * (10 if dice.random() < 0.2 else 1))
-    assert table.expect(ALONE, 4) == pytest.approx(0.05, rel=0.03)
+        table.record(LONE_ROW, 4, 0.05 * dice.uniform(0.98, 1.02) * (10 if dice.random() < 0.2 else 1))
+    assert table.expect(LONE_ROW, 4) == pytest.approx(0.05, rel=0.03)
 
 
 @pytest.mark.parametrize("noise", [0.3, 0.8])
-def test_noise_raises_no_size_that_is_not_used(noise: float) -> None:
-    """Times are skewed, as on a busy machine: most are short, and some are much longer."""
-    table, dice = seen({1: 0.05, 5: 0.1}), random.Random(1)
+def test_noise_of_one_size_raises_the_cost_of_another_by_at_most_the_noise(noise: float) -> None:
+    """3,000 rounds of size 1 have exponential noise, as on a busy machine; size 5 was measured before."""
+    table, dice = measured({1: 0.05, 5: 0.1}), random.Random(1)
     for _ in range(3000):
-        table.record(ALONE, 1, 0.05 * (1 + noise * dice.expovariate(1.0)))
-    assert 0.1 <= table.expect(ALONE, 5) <= 0.1 * (1 + noise)
+        table.record(LONE_ROW, 1, 0.05 * (1 + noise * dice.expovariate(1.0)))
+    assert 0.1 <= table.expect(LONE_ROW, 5) <= 0.1 * (1 + noise)
 
 
-def shape(num_tokens: int) -> float:
+def affine_s(num_tokens: int) -> float:
     return 0.05 + 0.002 * num_tokens
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0, 30.0])
-def test_where_everything_takes_longer_sizes_that_are_not_used_follow(factor: float) -> None:
-    """So often in a row it is no chance; once less it might be."""
-    table = seen({size: shape(size) for size in (1, 5, 9)}, num=LATEST)
+def test_odd_rounds_of_one_size_change_the_costs_of_all_sizes_once_they_are_no_chance(factor: float) -> None:
+    """Rounds of size 5 take `factor` times as long; CLEAR - 1 of them in a row hardly change the cost of size 9."""
+    table = measured({size: affine_s(size) for size in (1, 5, 9)}, num=LATEST)
     for _ in range(CLEAR - 1):
-        table.record(ALONE, 5, factor * shape(5))
-    assert table.expect(ALONE, 9) == pytest.approx(shape(9), rel=0.3)
+        table.record(LONE_ROW, 5, factor * affine_s(5))
+    assert table.expect(LONE_ROW, 9) == pytest.approx(affine_s(9), rel=0.3)
     for _ in range(3):
-        table.record(ALONE, 5, factor * shape(5))
-    assert {each: table.expect(ALONE, each) for each in (1, 5, 9)} == pytest.approx(
-        {each: factor * shape(each) for each in (1, 5, 9)}, rel=0.2
+        table.record(LONE_ROW, 5, factor * affine_s(5))
+    assert {each: table.expect(LONE_ROW, each) for each in (1, 5, 9)} == pytest.approx(
+        {each: factor * affine_s(each) for each in (1, 5, 9)}, rel=0.2
     )
 
 
-def limited(num_tokens: int) -> float:
+def proportional_s(num_tokens: int) -> float:
     return 0.01 * num_tokens
 
 
-@pytest.mark.parametrize("then", [shape, limited])
-def test_behind_a_change_what_is_seen_anew_counts_alone(then: Callable[[int], float]) -> None:
-    """Costs have another form since: with two sizes seen, others follow from these."""
-    table = seen(dict.fromkeys((1, 5, 9), 0.001), num=LATEST)
+@pytest.mark.parametrize("then", [affine_s, proportional_s])
+def test_after_a_change_of_the_level_only_new_measurements_count(then: Callable[[int], float]) -> None:
+    """All sizes cost the same before. After it two sizes are measured, and the others are interpolated from these."""
+    table = measured(dict.fromkeys((1, 5, 9), 0.001), num=LATEST)
     for size in (9, 1):
         for _ in range(CLEAR + 1):
-            table.record(ALONE, size, then(size))
-    assert {each: table.expect(ALONE, each) for each in (1, 5, 9, 12)} == pytest.approx(
+            table.record(LONE_ROW, size, then(size))
+    assert {each: table.expect(LONE_ROW, each) for each in (1, 5, 9, 12)} == pytest.approx(
         {each: then(each) for each in (1, 5, 9, 12)}, rel=0.1
     )
 
 
-def test_what_is_old_and_far_from_what_is_seen_now_does_not_count() -> None:
+def test_old_measurements_that_differ_from_a_new_one_are_dropped() -> None:
+    """32 measurements of 0.1 s outweigh one of 0.05 s, unless they are older than LONG rounds."""
     for now, expected in ((LATEST + 1, 0.1), (LATEST + LONG + 1, 0.05)):
         curve = Curve()
         for earlier in range(LATEST):
@@ -122,7 +126,8 @@ def test_what_is_old_and_far_from_what_is_seen_now_does_not_count() -> None:
         assert curve.expect(5) == pytest.approx(expected)
 
 
-def test_a_kind_that_was_not_seen_begins_as_the_most_similar_one() -> None:
+def test_a_kind_without_measurements_starts_with_the_costs_of_the_most_similar_kind() -> None:
+    """2 rows start as 1 row, 24 rows as 32 rows, whose costs do not change when those of 24 rows are measured."""
     table = CostTable()
     for rows, taken_s in ((1, 0.1), (32, 0.4)):
         for _ in range(KNOWN):
@@ -130,19 +135,19 @@ def test_a_kind_that_was_not_seen_begins_as_the_most_similar_one() -> None:
     assert table.expect(Kind.of(2), 2) == pytest.approx(0.1)
     table.record(Kind.of(24), 24, 0.3)
     assert table.expect(Kind.of(24), 24) < 0.4
-    assert table.expect(Kind.of(32), 32) == pytest.approx(0.4), "the kind it began as is left as it was"
+    assert table.expect(Kind.of(32), 32) == pytest.approx(0.4), "measurements of 24 rows changed the costs of 32"
 
 
 @contextmanager
 def interrupt_at(number: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt at this line of those that are run in costs.py, counted from 0."""
-    left = number
+    """Raise KeyboardInterrupt before the line of `control/costs.py` that is executed as the `number`-th, from 0."""
+    num_left = number
 
     def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal left
+        nonlocal num_left
         if frame.f_code.co_filename.endswith("control/costs.py"):
-            left -= event == "line"
-            if left < 0:
+            num_left -= event == "line"
+            if num_left < 0:
                 raise KeyboardInterrupt
         return trace
 
@@ -155,29 +160,29 @@ def interrupt_at(number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("taken_s", [0.07, 0.7])
-def test_an_interrupt_anywhere_leaves_costs_that_can_be_used(taken_s: float) -> None:
-    """Also in the round in which the level changes."""
+def test_an_interrupt_at_any_line_leaves_a_usable_table(taken_s: float) -> None:
+    """Ctrl-C while a round is recorded, in one case a round that changes the level: costs still rise with size."""
     for number in itertools.count():
-        table = seen({size: shape(size) for size in (1, 5, 9)}, num=LATEST)
+        table = measured({size: affine_s(size) for size in (1, 5, 9)}, num=LATEST)
         for _ in range(CLEAR - 1):
-            table.record(ALONE, 5, taken_s)
+            table.record(LONE_ROW, 5, taken_s)
         try:
             with interrupt_at(number):
-                table.record(ALONE, 5, taken_s)
-                table.expect(ALONE, 7)
+                table.record(LONE_ROW, 5, taken_s)
+                table.expect(LONE_ROW, 7)
         except KeyboardInterrupt:
-            expected = [table.expect(ALONE, size) for size in (1, 5, 7, 9, 20)]
+            expected = [table.expect(LONE_ROW, size) for size in (1, 5, 7, 9, 20)]
             assert expected == sorted(expected)
-            table.record(ALONE, 2, taken_s)
-            table.record(ALONE, 5, taken_s)
-            assert 0 < table.expect(ALONE, 5) < 10
+            table.record(LONE_ROW, 2, taken_s)
+            table.record(LONE_ROW, 5, taken_s)
+            assert 0 < table.expect(LONE_ROW, 5) < 10
         else:
             break
-    assert number > 20, "there were lines to be interrupted at"
+    assert number > 20, "hardly any line was interrupted"
 
 
 @given(st.lists(st.floats(0.0, 1.0)), st.data())
-def test_values_that_are_monotone_already_stay(values: list[float], data: st.DataObject) -> None:
-    """The law on which `Curve.fit` relies where it leaves them alone."""
+def test_rising_returns_sorted_values_unchanged(values: list[float], data: st.DataObject) -> None:
+    """`Curve.fit` relies on this: it does not call `rising` for sorted values."""
     values.sort()
     assert rising(values, data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))) == values
