@@ -563,7 +563,7 @@ def test_outcomes_count_only_for_the_last_planned_round_and_once() -> None:
 
 
 def test_an_interrupted_plan_for_other_rows_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while two of three rows are planned for, between rounds of all three: the next plan is for all three again."""
+    """Ctrl-C while a plan is made for two of three rows: the next round, which has all three, gets a new plan."""
     controller, outlook = with_costs(0.1, [0.01, 0.01]), outlook_of([[9] * 3, [9] * 3], [[0.0] * 3, None])
     speculation = Speculation(4)
     three, two = (Load(range(rows), [speculation] * rows, [9] * rows, 0) for rows in (3, 2))
