@@ -57,8 +57,8 @@ def test_merged_rows_are_exact_for_any_number_of_nodes(nodes: int, drawn: bool) 
 class Declaring(MixDrafter):
     """The mutant: a merged row declares the law of the first member's draft tokens."""
 
-    def row(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
-        grown, first = super().row(row, budget, draws, trees), trees[0][row]
+    def row_tree(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
+        grown, first = super().row_tree(row, budget, draws, trees), trees[0][row]
         law_of = dict(zip(first.paths(), first.law_rows, strict=True))
         law_rows = [law_of.get(path, -1) for path in grown.paths()]
         return replace(grown, drafters=[0, *grown.drafters[1:]], law_rows=law_rows)

@@ -75,8 +75,8 @@ GROWN = {
 def grown(rule: Verification, budget: Budget) -> Tensor:
     """The tokens of sequences whose trees `grow` made. The time of a batch is quadratic in its size."""
 
-    def read(growing: Sequence[GrowingTree], places: Sequence[NodeToExpand]) -> Tensor:
-        return DRAFT[[growing[place.row].tree.tokens[place.node] for place in places]]
+    def read(places: Sequence[NodeToExpand]) -> Tensor:
+        return DRAFT[[place.growing.tree.tokens[place.node] for place in places]]
 
     texts = []
     every = sequences(COUNT // 8, PARAMS, ROOT, seed=3)
