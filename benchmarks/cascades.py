@@ -52,8 +52,8 @@ class Probe(MeasuredLengths):
 
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Count acceptance by depth."""
-        for num_guesses, num_accepted in runs:
-            for depth in range(min(num_guesses, num_accepted + 1)):
+        for num_drafted, num_accepted in runs:
+            for depth in range(min(num_drafted, num_accepted + 1)):
                 self.offers[depth] = self.offers.get(depth, 0) + 1
                 self.hits[depth] = self.hits.get(depth, 0) + (depth < num_accepted)
 
@@ -86,19 +86,19 @@ class Prediction:
     by_depth: Sequence[float]
 
 
-def straight(seen: Sequence[tuple[int, float]], flat: bool = True) -> Callable[[int], float]:
-    """Seconds by size: the straight line through the medians of the measurements at each size."""
+def straight(samples: Sequence[tuple[int, float]], flat: bool = True) -> Callable[[int], float]:
+    """Seconds by size: the straight line through the medians of the samples (size, seconds) at each size."""
     line = LinearCost(flat)
-    for size in sorted({size for size, _ in seen}):
-        for _ in range(2):  # every size has the same weight, independent of its number of measurements
-            line.record(size, statistics.median(s for other, s in seen if other == size))
+    for size in sorted({size for size, _ in samples}):
+        for _ in range(2):  # every size has the same weight, independent of its number of samples
+            line.record(size, statistics.median(s for other, s in samples if other == size))
     return line.expect
 
 
-def predict(acceptance: Sequence[float], guess_s: float, pass_s: Callable[[int], float]) -> Prediction:
-    """The speed-up over plain decoding by depth, from 1."""
+def predict(acceptance: Sequence[float], draft_token_s: float, pass_s: Callable[[int], float]) -> Prediction:
+    """The speed-up over plain decoding by depth, from 1; a draft token costs `draft_token_s`."""
     by_depth = [
-        expected_tokens(acceptance, k) * pass_s(1) / (pass_s(k + 1) + k * guess_s)
+        expected_tokens(acceptance, k) * pass_s(1) / (pass_s(k + 1) + k * draft_token_s)
         for k in range(1, len(acceptance) + 1)
     ]
     depth = max(range(len(by_depth)), key=by_depth.__getitem__) + 1
@@ -114,37 +114,38 @@ class Options(TextOptions):
 
 
 def main() -> int:
-    """Predict, measure, print; 1 if any drafter changed the tokens."""
+    """Predict, measure and print the speed-ups; returns 1 if any drafter changed the tokens, otherwise 0."""
     options = options_of(Options)
     setting = Setting.of(options)
     specs = [options.first, MIDDLE, f"cascade[{options.first},{MIDDLE}]"]
-    ways = [setting.drafted(f"{spec}@{options.deepest}") for spec in specs]
-    cascade = ways[-1].drafter
-    assert isinstance(cascade, CascadeDrafter), "the last way is the cascade"
+    modes = [setting.drafted(f"{spec}@{options.deepest}") for spec in specs]
+    cascade = modes[-1].drafter
+    assert isinstance(cascade, CascadeDrafter), "the last mode is the cascade"
     cascade.lengths = probe = Probe()
-    probes = [setting.plain(), *ways]
+    probes = [setting.plain(), *modes]
     differ = setting.run(probes, 1, uncounted=1)
     sums = [mode.total.stats for mode in probes]
     pass_s = straight([(1, sums[0].pass_s / sums[0].num_passes)] + [passed(s) for s in sums[1:]])
-    guesses_s = [each.draft_s / each.num_drafted for each in sums[1:3]]
-    inner_length, inner_s = probe.inner(guesses_s[1])
-    guesses_s.append(inner_s)
-    chances = [sums[1], sums[2], sums[2]]  # the cascade's chains are the judge's
-    predicted = [predict(s.acceptance_at_depth, c, pass_s) for s, c in zip(chances, guesses_s, strict=True)]
-    for mode, prediction in zip(ways, predicted, strict=True):
+    draft_token_s = [each.draft_s / each.num_drafted for each in sums[1:3]]
+    inner_length, inner_s = probe.inner(draft_token_s[1])
+    draft_token_s.append(inner_s)
+    accepted = [sums[1], sums[2], sums[2]]  # the cascade's chains are accepted like the judge's
+    predicted = [predict(s.acceptance_at_depth, c, pass_s) for s, c in zip(accepted, draft_token_s, strict=True)]
+    for mode, prediction in zip(modes, predicted, strict=True):
         mode.paces.clear()
         mode.depth = prediction.depth
     cascade.lengths = MeasuredLengths()
     plain = setting.plain()
-    differ |= setting.run([plain, *ways], options.repeats, uncounted=1)
+    differ |= setting.run([plain, *modes], options.repeats, uncounted=1)
     last = options.deepest + 1
     print(f"target's pass {1e3 * pass_s(1):.1f} ms, over {last} tokens {1e3 * pass_s(last):.1f} ms;")
-    print(f"inside the cascade {inner_length} guesses at a time are predicted to be best\n")
-    show_header("drafter", "depth", "a guess, ms", "predicted", "measured", "quartiles", "measured over predicted")
-    for spec, mode, prediction, guess_s in zip(specs, ways, predicted, guesses_s, strict=True):
+    print(f"inside the cascade, drafts of {inner_length} tokens are predicted to be best\n")
+    heads = ("predicted", "measured", "quartiles", "measured over predicted")
+    show_header("drafter", "depth", "time per draft token, ms", *heads)
+    for spec, mode, prediction, token_s in zip(specs, modes, predicted, draft_token_s, strict=True):
         ratio = mode.over(plain)
-        beside = "" if ratio is None else f"{ratio.median / prediction.speedup:.2f}"
-        cells = f"{1e3 * guess_s:.2f}", f"{prediction.speedup:.2f}", *spread_cells(ratio), beside
+        over_predicted = "" if ratio is None else f"{ratio.median / prediction.speedup:.2f}"
+        cells = f"{1e3 * token_s:.2f}", f"{prediction.speedup:.2f}", *spread_cells(ratio), over_predicted
         show(spec, prediction.depth, *cells)
     print(verdict(differ))
     return 1 if differ else 0

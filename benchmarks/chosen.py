@@ -63,7 +63,7 @@ class Queue:
         try:
             while left := [d for d in rotated(depths, turn) if paces[d].num_decoded < group.batch * self.num_tokens]:
                 for depth in left:
-                    assert lanes[depth].engine.has_work, "texts last until enough was counted: ask for longer answers"
+                    assert lanes[depth].engine.has_work, "the answers are too short: raise --answer-tokens"
                     timed = lanes[depth].step(self.setup.clock)
                     if len(timed.outcome.rows) == group.batch and not timed.outcome.num_prompt_tokens:
                         paces[depth].count(timed.outcome, timed.step_s)
@@ -109,16 +109,16 @@ class Options:
     depth: Sequence[int] = option("1,2,4,8", "fixed depths (default %(default)s)")
     draft: str | None = option(None, "a drafter (default: ngram for edits, the draft model for the others)")
     tokens: int = option(32, "counted tokens of each row (default %(default)s)")
-    answer_tokens: int = option(96, "of each answer (default %(default)s)")
-    prompt_tokens: int = option(64, "of each prompt (default %(default)s)")
+    answer_tokens: int = option(96, "tokens of each answer (default %(default)s)")
+    prompt_tokens: int = option(64, "tokens of each prompt (default %(default)s)")
     num_prompts: int = option(8, "prompts (default %(default)s)")
     repeats: int = option(3, "repetitions (default %(default)s)")
-    temperature: float = option(0.0)
+    temperature: float = option(0.0, "temperature of all texts but edits (default %(default)s)")
     wrong: bool = option(False, "use a draft model whose tokens are rejected")
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the measurement and print the table."""
     options = options_of(Options)
     depths = in_order({0, CHOSEN, *options.depth})
     shares = []
@@ -134,7 +134,7 @@ def main() -> None:
                 shares.append(queue.cell(group, depths, options.repeats))
             queue.setup.llm.close()
     mean = statistics.geometric_mean(shares)
-    print(f"\nauto over the depth chosen before: geometric mean {mean:.3f}, least {min(shares):.3f}")
+    print(f"\nauto over the depth chosen before: geometric mean {mean:.3f}, minimum {min(shares):.3f}")
 
 
 def last_of(item: Item, num_tokens: int) -> Item:

@@ -52,11 +52,13 @@ class TextOptions:
     """Options for the texts and the repetitions."""
 
     workload: str = option("code", "texts (default %(default)s)", choices=(*SHIPPED, "demo"))
-    temperature: float = option(0.0)
-    tokens: int = option(96, "of each answer (default %(default)s)")
+    temperature: float = option(0.0, "default %(default)s")
+    tokens: int = option(96, "tokens of each answer (default %(default)s)")
     num_prompts: int = option(3, "prompts (default %(default)s)")
     repeats: int = option(3, "repetitions (default %(default)s)")
-    quantize: Quantization | None = option(None, "of the target", choices=QUANTIZATIONS, type=str)
+    quantize: Quantization | None = option(
+        None, "number format of the target's weights", choices=QUANTIZATIONS, type=str
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,15 +175,15 @@ class Setting:
 
     def drafted(self, text: str) -> Mode:
         """The mode of this specification, with its drafter loaded."""
-        found = MODE.fullmatch(text)
-        if found is None:
+        match = MODE.fullmatch(text)
+        if match is None:
             raise SystemExit(f"mode {text!r}: write SPEC@DEPTH or SPEC@DEPTHxWIDTHxNODES, as in ngram@7")
-        depth, width, nodes = (int(found[name]) if found[name] else None for name in ("depth", "width", "nodes"))
-        quantize: Quantization | None = found["quantize"] or self.target.spec.quantize  # type: ignore[assignment]
+        depth, width, nodes = (int(match[name]) if match[name] else None for name in ("depth", "width", "nodes"))
+        quantize: Quantization | None = match["quantize"] or self.target.spec.quantize  # type: ignore[assignment]
         context = DraftContext(
             replace(self.target, spec=replace(self.target.spec, quantize=quantize)), self.llm.tokenizer
         )
-        planned = plan(widened(parse_spec(found["spec"]), self.target.folder), context)
+        planned = plan(widened(parse_spec(match["spec"]), self.target.folder), context)
         cache_tokens = 2 * self.group.batch * (self.workload.longest(self.num_tokens) + 64)
         drafter = planned.build(dict.fromkeys(planned.models, cache_tokens), None, self.llm.engine.runner)
         return self.mode(text, drafter, Speculation(depth or 0, width or 1, nodes))
@@ -192,7 +194,7 @@ class Setting:
         The first answers are a warm-up.
         """
         batches = list(waves(len(self.workload.items), self.group.batch))
-        said: dict[int, list[list[int]]] = {}
+        answers: dict[int, list[list[int]]] = {}
         differ = set()
         for repetition in range(-1, repeats):
             for number, numbers in enumerate(batches if repetition >= 0 else batches[:1]):
@@ -200,7 +202,7 @@ class Setting:
                     pace, tenant = RoundTotals(), str(repetition)
                     counted = [pace, mode.total] if repetition >= 0 else []
                     tokens = mode.answer(self.group, numbers, tenant, counted, uncounted)
-                    if said.setdefault(number, tokens) != tokens:
+                    if answers.setdefault(number, tokens) != tokens:
                         differ.add(mode.name)
                     if counted:
                         mode.paces[repetition, number] = pace
@@ -232,13 +234,13 @@ def verdict(differ: set[str]) -> str:
 
 
 def main() -> int:
-    """Run all modes in turn and print a table; 1 if any mode changed the tokens."""
+    """Run all modes in turn and print a table; returns 1 if any mode changed the tokens, otherwise 0."""
     options = options_of(Options)
     setting = Setting.of(options, options.batch)
     modes = [setting.plain(), *map(setting.drafted, options.modes)]
     differ = setting.run(modes, options.repeats)
     show_header(
-        *("mode", "tokens/s", "over plain", "quartiles", "tokens per round", "drafting, ms a round", "by prompt")
+        *("mode", "tokens/s", "over plain", "quartiles", "tokens per round", "drafting, ms per round", "by prompt")
     )
     for mode in modes:
         speed = statistics.median(map(mode.speed, range(options.repeats)))

@@ -45,42 +45,42 @@ PROSE = "Tell a story about {name}, who looks for {item} in a forest and meets a
 
 def chats(kind: str, number: int, count: int) -> list[str]:
     """`count` chats of a kind; they differ for every `number`."""
-    form, asked = {"edits": EDIT, "code": CODE, "prose": PROSE}[kind], []
+    form, texts = {"edits": EDIT, "code": CODE, "prose": PROSE}[kind], []
     for i in range(count):
         old, new = NAMES[(number + i) % 8], NAMES[(number + i + 3) % 8]
-        asked.append(form.format(old=old, new=new, name=old, item=ITEMS[(3 * number + i) % 8]))
-    return asked
+        texts.append(form.format(old=old, new=new, name=old, item=ITEMS[(3 * number + i) % 8]))
+    return texts
 
 
-def engine_options(contender: str, guesses: int) -> dict[str, Any]:
+def engine_options(contender: str, depth: int) -> dict[str, Any]:
     """The arguments of vLLM's LLM for a contender."""
     if contender == "plain":
         return {}
     if contender == "ngram":
-        own = {"method": "ngram", "num_speculative_tokens": guesses, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
-        return {"speculative_config": own}
-    who, _, spelled = contender.partition(":")
-    draft, _, depth = spelled.partition("@")
-    config = {"method": "custom_class", "model": "forerun.inside.vllm.Proposer", "num_speculative_tokens": guesses}
-    shared = who == "forerun"
-    options = {"draft": draft, "speculation": int(depth) if depth else "auto", "share_answers": shared}
+        config = {"method": "ngram", "num_speculative_tokens": depth, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+        return {"speculative_config": config}
+    proposer, _, mode = contender.partition(":")
+    draft, _, fixed_depth = mode.partition("@")
+    config = {"method": "custom_class", "model": "forerun.inside.vllm.Proposer", "num_speculative_tokens": depth}
+    shared = proposer == "forerun"
+    options = {"draft": draft, "speculation": int(fixed_depth) if fixed_depth else "auto", "share_answers": shared}
     return {"speculative_config": config, "additional_config": {"forerun": options}}
 
 
-def measured(model: str, contender: str, asked: Options) -> dict[str, Any]:
+def measured(contender: str, options: Options) -> dict[str, Any]:
     """The results of all repetitions of one contender."""
     from vllm import LLM, SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
     speeds: dict[str, list[float]] = {}
-    guesses: dict[str, list[int]] = {}
+    drafted_accepted: dict[str, list[int]] = {}
     answers: list[Sequence[int]] = []
     llm = LLM(
-        model, dtype=asked.dtype, enforce_eager=True, max_model_len=1024, max_num_seqs=max(asked.batch),
-        enable_prefix_caching=False, disable_log_stats=False, **engine_options(contender, asked.guesses),
+        options.model, dtype=options.dtype, enforce_eager=True, max_model_len=1024, max_num_seqs=max(options.batch),
+        enable_prefix_caching=False, disable_log_stats=False, **engine_options(contender, options.guesses),
     )  # fmt: skip
-    for number in range(asked.repeats + 1):
-        for kind, batch in itertools.product(("edits", "code", "prose"), asked.batch):
+    for number in range(options.repeats + 1):
+        for kind, batch in itertools.product(("edits", "code", "prose"), options.batch):
             texts = chats(kind, number, 2 * batch if batch > 1 else 1)
             before, began_s = counted(llm), time.perf_counter()
             outs = llm.chat([[{"role": "user", "content": text}] for text in texts], params, use_tqdm=False)
@@ -88,14 +88,14 @@ def measured(model: str, contender: str, asked: Options) -> dict[str, Any]:
             answers += [tuple(out.outputs[0].token_ids) for out in outs]
             if number:
                 key = f"{kind} {batch}"
-                speeds.setdefault(key, []).append(len(outs) * asked.tokens / taken_s)
-                sums = guesses.setdefault(key, [0, 0])
-                guesses[key] = [total + b - a for total, a, b in zip(sums, before, after, strict=True)]
+                speeds.setdefault(key, []).append(len(outs) * options.tokens / taken_s)
+                sums = drafted_accepted.get(key, [0, 0])
+                drafted_accepted[key] = [total + b - a for total, a, b in zip(sums, before, after, strict=True)]
     return {
         "contender": contender,
         "tokens_per_s": {key: statistics.median(each) for key, each in speeds.items()},
         "least_and_most": {key: [min(each), max(each)] for key, each in speeds.items()},
-        "drafted_accepted": guesses,
+        "drafted_accepted": drafted_accepted,
         "answers": answers,
     }
 
@@ -124,25 +124,25 @@ class Options:
     model: str = option(what="a folder of a chat model")
     contenders: Sequence[str] = option(what="plain, ngram, or forerun:DRAFT", nargs="+", metavar="CONTENDER")
     batch: Sequence[int] = option("1,4", "chats at once (default %(default)s)")
-    tokens: int = option(64, "of each answer (default %(default)s)")
+    tokens: int = option(64, "tokens of each answer (default %(default)s)")
     guesses: int = option(4, "maximum draft tokens per round (default %(default)s)")
     repeats: int = option(2, "repetitions (default %(default)s)")
-    threads: int = option(2, "default %(default)s")
-    dtype: str = option("float32", "of the weights (default %(default)s)")
+    threads: int = option(2, "threads of vLLM (default %(default)s)")
+    dtype: str = option("float32", "number format of the weights (default %(default)s)")
     json: Path = option(Path("build/inside_vllm.jsonl"), "file for the results (default %(default)s)")
 
 
 def main() -> None:
     """Measure the contenders one after another, and print a table of all results in the file."""
-    asked = options_of(Options)
+    options = options_of(Options)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ["OMP_NUM_THREADS"] = str(asked.threads)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    for contender in asked.contenders:
-        with asked.json.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(measured(asked.model, contender, asked)) + "\n")
-    results = [json.loads(line) for line in asked.json.read_text(encoding="utf-8").splitlines()]
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    for contender in options.contenders:
+        with options.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(measured(contender, options)) + "\n")
+    results = [json.loads(line) for line in options.json.read_text(encoding="utf-8").splitlines()]
     show_header("contender", *results[0]["tokens_per_s"], "same answers")
     for result in results:
         show(*cells_of(result, results[0]))

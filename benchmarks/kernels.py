@@ -3,14 +3,17 @@
     python -m benchmarks.kernels [--isa avx2|avx512|amx] [--quantize int8|int4] [--only layers|passes|attention]
         [--alone]
 
-Layers: three shapes in four formats, 1 to 512 rows, beside torch's packed operators in float32 and, where it has them,
-bfloat16. Many copies of a layer are multiplied in turn, so that weights come from memory. Passes over 1 to 512 tokens
-behind 300 of the widened pair and of the bundled draft model, both ways in one process by turns; medians. The limit is
-the weights over the bandwidth of a sum over 1 GB, the best of several. With AVX2 there is another, since few rows are
-enough for arithmetic to count there: the products over what the processor multiplies in registers (peaks.cpp). Both are
-measured again by turns with the passes, medians too; "both" is the longer of them. --alone leaves torch's
-operators out, which take minutes in 4 bits. Attention: a stack of layers that is little else, over 4,000 tokens,
-against torch's attention on dense tensors.
+- Layers: three shapes in four formats, 1 to 512 rows, compared with torch's packed operators in float32 and, where
+  torch has them, in bfloat16. Many copies of a layer are multiplied in turn, so that weights are read from memory.
+- Passes over 1 to 512 tokens after a context of 300, of the widened pair and of the bundled draft model. Compiled
+  kernels and torch's operators alternate in one process; the results are medians. --alone leaves out torch's operators,
+  which take minutes in 4 bits.
+- Attention over 4,000 tokens, in layers that do little else, compared with torch's attention on dense tensors.
+
+The memory limit is the time to read the weights at the bandwidth of a sum over 1 GB, the best of several. On AVX2,
+where arithmetic limits even a few rows, there is a second limit: the number of multiplications over the speed of
+multiplications in registers (peaks.cpp). Both are measured again, alternating with the passes; the longer one is the
+"longer limit".
 """
 
 import ctypes
@@ -49,7 +52,7 @@ LAYER_ROWS = (1, 2, 3, 5, 8, 16, 32, 64, 128, 512)
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192))
 LOOPS = {None: 0, "int8": 1, "int4": 2}  # of peaks.cpp
 GIGABYTE = 1_000_000_000
-COLD_BYTES = 192 << 20  # of copies of a layer: more than caches hold
+COLD_BYTES = 192 << 20  # of all copies of a layer: more than the processor's caches
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -59,7 +62,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def alternating(calls: Mapping[str, Callable[[], object]], repeats: int = REPEATS) -> dict[str, float]:
-    """Median seconds of each call, made by turns; the first turns are not counted."""
+    """Median seconds of each call; calls alternate, and the first two of each are not counted."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(repeats + 2):
         for name, call in calls.items():
@@ -70,7 +73,7 @@ def alternating(calls: Mapping[str, Callable[[], object]], repeats: int = REPEAT
 
 
 def layers(bandwidth: float) -> None:
-    """Print milliseconds for each shape: a row for each format, and for torch's packed operators."""
+    """Print a table for each shape: milliseconds by format and number of rows, and those of torch's operators."""
     kernels = find_kernels("native", torch.float32)
     assert kernels is not None
     for outputs, inputs in SHAPES:
@@ -94,7 +97,7 @@ def layers(bandwidth: float) -> None:
 
 
 def layer_ms(copies: list[Linear], x: torch.Tensor, by_torch: bool) -> float:
-    """The median over copies of one layer, each multiplied a few times in turn; torch gets two rows at least."""
+    """Median milliseconds of copies of one layer, which are multiplied in turn; torch gets at least MIN_ROWS rows."""
     if by_torch:
         x = functional.pad(x, (0, 0, 0, max(0, MIN_ROWS - len(x))))
         bfloat16 = isinstance(copies[0], PackedLinear) and copies[0].packed.dtype == torch.bfloat16
@@ -105,7 +108,7 @@ def layer_ms(copies: list[Linear], x: torch.Tensor, by_torch: bool) -> float:
 
 
 def read(runner: Runner, num_tokens: int) -> Callable[[], None]:
-    """A pass over `num_tokens` tokens after the text, with logits for the last MANY at most."""
+    """A function that runs a pass over `num_tokens` tokens, with logits for at most the last MANY."""
 
     def call() -> None:
         runner.read([Read(0, range(5, 5 + num_tokens), judged=range(max(0, num_tokens - MANY), num_tokens))])
@@ -115,9 +118,9 @@ def read(runner: Runner, num_tokens: int) -> Callable[[], None]:
 
 
 def multiplier(quantize: str | None) -> Callable[[], float]:
-    """A loop of a few milliseconds that multiplies in registers, with AVX2, and returns how many products it made.
+    """A function that multiplies in registers with AVX2 for a few milliseconds; returns its number of multiplications.
 
-    Raises NoKernels where no compiler makes it.
+    Raises NoKernels if no compiler can build it.
     """
     with tempfile.TemporaryDirectory() as folder:
         library, source = Path(folder) / "peaks.so", Path(__file__).with_name("peaks.cpp")
@@ -129,7 +132,7 @@ def multiplier(quantize: str | None) -> Callable[[], float]:
 
 
 def passes(name: str, title: str, bandwidth: float, quantize: str | None, choices: tuple[KernelChoice, ...]) -> None:
-    """One model's table, in the format that `--dtype auto` takes."""
+    """Print one model's rows, with weights in the format that `--dtype auto` chooses."""
     dtype = Blueprint.of(name, quantize=quantize).dtype
     plans = {
         choice: Blueprint.of(name, quantize=quantize, dtype=None if choice == "torch" else dtype, kernels=choice)
@@ -146,7 +149,7 @@ def passes(name: str, title: str, bandwidth: float, quantize: str | None, choice
             limits["multiply"] = multiply = multiplier(quantize)
             num_products = multiply()
         except NoKernels as missing:
-            print(f"Without the limit of arithmetic: {missing}")
+            print(f"The arithmetic limit is not measured: {missing}")
     config = plans["native"].config
     num_weights, num_head = Blueprint.of(name, dtype=torch.bfloat16).pass_bytes / 2, config.vocab_size * config.hidden
     pass_bytes, first_s = plans["native"].pass_bytes, 0.0
@@ -165,7 +168,7 @@ def passes(name: str, title: str, bandwidth: float, quantize: str | None, choice
 
 
 def attention() -> None:
-    """Layers with hardly anything but attention, and the same attention alone on dense tensors."""
+    """Print the times of layers that do little but attention, compared with attention on dense tensors."""
     small = Blueprint.of("stdlib-draft")
     config = replace(
         small.config,
@@ -205,7 +208,7 @@ def attention() -> None:
 
 
 def read_few(runner: Runner, num_tokens: int) -> Callable[[], None]:
-    """A pass that computes no logits."""
+    """A function that runs a pass over `num_tokens` tokens without logits."""
 
     def call() -> None:
         runner.read([Read(0, range(num_tokens))])
@@ -220,7 +223,7 @@ class Options:
 
     isa: str | None = isa_option()
     quantize: Quantization | None = option(
-        None, "of the passes (default: what the model is in)", choices=QUANTIZATIONS, type=str
+        None, "number format of the passes (default: the model's own)", choices=QUANTIZATIONS, type=str
     )
     only: str | None = option(None, "one table (default: all)", choices=("layers", "passes", "attention"))
     alone: bool = option(False, "passes: without torch's operators")

@@ -53,8 +53,8 @@ class Options:
     """The models and the amount of text."""
 
     model: Sequence[str] = option(tuple(BUNDLED), "models (default: all bundled ones)", nargs="*")
-    kernels: KernelChoice = option("auto", choices=KERNEL_CHOICES, type=str)
-    windows: int = option(40, "of held-out text (default %(default)s)")
+    kernels: KernelChoice = option("auto", "default %(default)s", choices=KERNEL_CHOICES, type=str)
+    windows: int = option(40, "windows of held-out text (default %(default)s)")
 
 
 @torch.inference_mode()

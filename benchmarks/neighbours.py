@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the forerun command has it
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # the forerun command sets it too
 
 import torch
 from benchmarks.options import option, options_of
@@ -53,8 +53,8 @@ class Options:
 
     model: str = option(what="the target")
     draft: str | None = option(what="a drafter (default: none)", nargs="?")
-    busy: Sequence[int] = option((0, 1, 2), "busy programs, by turns (default: 0 1 2)", nargs="+")
-    tokens: int = option(256, "of an answer (default %(default)s)")
+    busy: Sequence[int] = option((0, 1, 2), "alternating numbers of busy programs (default: 0 1 2)", nargs="+")
+    tokens: int = option(256, "tokens of an answer (default %(default)s)")
     repeats: int = option(3, "repetitions (default %(default)s)")
 
 
@@ -72,7 +72,8 @@ def main() -> None:
     for count, times in speeds.items():
         fair = min(1.0, num_cores / (num_threads + count))
         median = statistics.median(times)
-        print(f"beside {count}: {median:6.1f} tokens/s, {median / alone:.2f} of alone, {fair:.2f} would be fair")
+        share = f"{median / alone:.2f} of the undisturbed speed (fair share: {fair:.2f})"
+        print(f"{count} busy programs: {median:6.1f} tokens/s, {share}")
 
 
 if __name__ == "__main__":

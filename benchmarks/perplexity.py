@@ -7,7 +7,7 @@ words, so that any machine with the same Python has the same text. A page has `-
 of its second half, given all earlier tokens of the page. `llama-perplexity` evaluates the same tokens: the tokens of
 both engines are compared, with the tokenizer of llama.cpp's server.
 
-Status 1: the two differ by more than half a percent.
+The exit status is 1 if the two differ by more than half a percent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.processes import ROOT, StepFailed, tail
 
 from forerun import LLM, SamplingParams
 
-MOST_APART = 0.005
+MAX_DIFFERENCE = 0.005
 LEAST_WORDS = 40  # minimum length of a docstring
 FINAL = re.compile(r"Final estimate: PPL = ([\d.]+)")
 
@@ -57,7 +57,7 @@ def pages_text(llm: LLM, num_tokens: int) -> str:
         text += f"{passage}\n"
         if len(text) > 3 * num_tokens and len(llm.tokenizer.encode(text)) > num_tokens:
             return text
-    raise SystemExit("the standard library's docstrings are too short for this: use fewer --pages")
+    raise SystemExit(f"the standard library's docstrings have fewer than {num_tokens} tokens: use fewer --pages")
 
 
 def pages_of(tokens: Sequence[int], count: int, length: int, begins: int | None) -> list[list[int]]:
@@ -82,10 +82,10 @@ def peer_perplexity(setup: Setup, text: Path, count: int, length: int) -> float:
     command = [program, "--model", setup.target, "--file", str(text), "--ctx-size", str(length)]
     command += ["--chunks", str(count), "--threads", str(setup.threads), "--batch-size", str(length)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    found = FINAL.search(done.stdout + done.stderr)
-    if found is None:
-        raise StepFailed(f"llama-perplexity gave no estimate: exit status {done.returncode}\n{tail(done.stderr)}")
-    return float(found[1])
+    estimate = FINAL.search(done.stdout + done.stderr)
+    if estimate is None:
+        raise StepFailed(f"llama-perplexity printed no estimate: exit status {done.returncode}\n{tail(done.stderr)}")
+    return float(estimate[1])
 
 
 def peer_tokens(setup: Setup, text: str) -> list[int]:
@@ -103,15 +103,15 @@ class Options:
     """The model file and the amount of text."""
 
     model: str = option(what="a GGUF file", required=True)
-    pages: int = option(20, "default %(default)s")
-    tokens: int = option(512, "of a page (default %(default)s)")
-    threads: int = option(os.cpu_count(), "of both engines (default: all cores)")
+    pages: int = option(20, "pages (default %(default)s)")
+    tokens: int = option(512, "tokens of a page (default %(default)s)")
+    threads: int = option(os.cpu_count(), "threads of both engines (default: all cores)")
     jobs: int = option(2, "compilers at once (default %(default)s)")
-    folder: Path = option(ROOT / "build" / "peers", "where everything is kept")
+    folder: Path = option(ROOT / "build" / "peers", "folder in which llama.cpp is built")
 
 
 def main() -> int:
-    """Print both perplexities and their relative difference."""
+    """Print both perplexities and their relative difference; returns 1 if it exceeds MAX_DIFFERENCE, otherwise 0."""
     options = options_of(Options)
     place = Place(options.folder.resolve() / LlamaCpp.name, options.jobs)
     model = str(Path(options.model).resolve())
@@ -122,17 +122,19 @@ def main() -> int:
     file = place.folder / "pages.txt"
     file.write_text(text, encoding="utf-8")
     tokens = llm.tokenizer.encode(text)
-    theirs = peer_tokens(setup, text)
-    if tokens != theirs:
-        first = next((i for i, pair in enumerate(zip(tokens, theirs, strict=False)) if pair[0] != pair[1]), "the end")
-        raise SystemExit(f"the engines read the text as different tokens, from token {first} on")
+    other_tokens = peer_tokens(setup, text)
+    if tokens != other_tokens:
+        pairs = enumerate(zip(tokens, other_tokens, strict=False))
+        first = next((i for i, pair in pairs if pair[0] != pair[1]), "the end")
+        raise SystemExit(f"the engines encode the text as different tokens, from token {first} on")
     begins = tokens[0] if llm.tokenizer.encode("") else None
-    own = perplexity(llm, pages_of(tokens, options.pages, options.tokens, begins))
-    other = peer_perplexity(setup, file, options.pages, options.tokens)
-    apart = own / other - 1
+    ours = perplexity(llm, pages_of(tokens, options.pages, options.tokens, begins))
+    theirs = peer_perplexity(setup, file, options.pages, options.tokens)
+    difference = ours / theirs - 1
+    goal = f"goal: at most {MAX_DIFFERENCE:.1%}"
     print(f"{options.pages} pages of {options.tokens} tokens, {model}: {llm.format}, {llm.kernels}")
-    print(f"perplexity: forerun {own:.4f}, llama.cpp {other:.4f}, {apart:+.3%} apart (goal: at most {MOST_APART:.1%})")
-    return 1 if abs(apart) > MOST_APART else 0
+    print(f"perplexity: forerun {ours:.4f}, llama.cpp {theirs:.4f}, difference {difference:+.3%} ({goal})")
+    return 1 if abs(difference) > MAX_DIFFERENCE else 0
 
 
 if __name__ == "__main__":

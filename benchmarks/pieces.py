@@ -19,7 +19,7 @@ NUM_ROWS, NUM_PAIRS = 512, 41
 
 
 def seconds(layer: PackedLinear, x: torch.Tensor) -> float:
-    """One call."""
+    """The seconds of one call."""
     started = time.perf_counter()
     layer(x)
     return time.perf_counter() - started

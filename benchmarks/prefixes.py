@@ -47,29 +47,29 @@ class Sides:
     depth: int
     repeats: int
 
-    def engine(self, keeps: bool) -> Engine:
-        """A new engine with an empty cache; `keeps`: with a prefix cache."""
-        own = self.llm.engine
-        own.runner.clear()
+    def engine(self, prefix_cache: bool) -> Engine:
+        """A new engine with an empty cache, with or without a prefix cache."""
+        first = self.llm.engine
+        first.runner.clear()
         if self.llm.drafter is not None and hasattr(self.llm.drafter, "runner"):
             self.llm.drafter.runner.clear()
-        options = replace(own.options, prefix_cache=keeps)
-        return Engine(own.runner, self.llm.drafter, options=options, controller=FixedDepth(), num_ids=own.num_ids)
+        options = replace(first.options, prefix_cache=prefix_cache)
+        return Engine(first.runner, self.llm.drafter, options=options, controller=FixedDepth(), num_ids=first.num_ids)
 
     def texts(self, prompt: Sequence[int], num_tokens: int, n: int = 1) -> list[Text]:
         """The samples of a request."""
         params = SamplingParams(temperature=1.0, seed=1, max_tokens=num_tokens, n=n, ignore_eos=True)
         return self.llm.requests.sequences(Request.of(list(prompt), params, Speculation(self.depth)))
 
-    def by_turns(self, case: Callable[[Engine], list[float]]) -> tuple[list[float], list[float], list[float]]:
-        """The medians of a case's times with and without the prefix cache, and of their ratios."""
-        found_by: dict[bool, list[list[float]]] = {True: [], False: []}
+    def compare(self, case: Callable[[Engine], list[float]]) -> tuple[list[float], list[float], list[float]]:
+        """The medians of a case's times with and without the prefix cache, alternating, and of their ratios."""
+        times: dict[bool, list[list[float]]] = {True: [], False: []}
         for repeat in range(self.repeats + 1):
-            for keeps in (True, False) if repeat % 2 else (False, True):
-                found = case(self.engine(keeps))
+            for prefix_cache in (True, False) if repeat % 2 else (False, True):
+                measured = case(self.engine(prefix_cache))
                 if repeat:  # the first is a warm-up
-                    found_by[keeps].append(found)
-        with_, without = (list(zip(*found_by[keeps], strict=True)) for keeps in (True, False))
+                    times[prefix_cache].append(measured)
+        with_, without = (list(zip(*times[prefix_cache], strict=True)) for prefix_cache in (True, False))
         ratios = [[b / a for a, b in zip(*pair, strict=True)] for pair in zip(with_, without, strict=True)]
         return (
             [statistics.median(e) for e in with_],
@@ -101,12 +101,12 @@ def chats(sides: Sides) -> None:
     def case(engine: Engine) -> list[float]:
         text, times = random_text(DOCUMENT, 1), []
         for turn in range(TURNS):
-            (said,) = sides.texts([*text, *random_text(QUESTION, turn)], ANSWER)
-            times.append(first_token_s(engine, [said]))
-            text = said.tokens
+            (sequence,) = sides.texts([*text, *random_text(QUESTION, turn)], ANSWER)
+            times.append(first_token_s(engine, [sequence]))
+            text = sequence.tokens
         return times
 
-    table("turn", range(1, TURNS + 1), *sides.by_turns(case))
+    table("turn", range(1, TURNS + 1), *sides.compare(case))
 
 
 def alone(sides: Sides) -> None:
@@ -126,7 +126,7 @@ def alone(sides: Sides) -> None:
             times.append(time.perf_counter() - started_s)
         return times
 
-    table("tokens", lengths, *sides.by_turns(case))
+    table("tokens", lengths, *sides.compare(case))
 
 
 def samples(sides: Sides) -> None:
@@ -141,7 +141,7 @@ def samples(sides: Sides) -> None:
             times.append(time.perf_counter() - started_s)
         return times
 
-    table("tokens", lengths, *sides.by_turns(case))
+    table("tokens", lengths, *sides.compare(case))
 
 
 def copies(sides: Sides) -> None:
@@ -158,8 +158,8 @@ def copies(sides: Sides) -> None:
             read_s = time.perf_counter()
             runner.retire(0, text, "")
             start_row(runner.cache, CachedText(1, "", text), CachedPrefix(length))
-            for spent, own in zip((read_s - started_s, time.perf_counter() - read_s), times, strict=True):
-                own.append(spent)
+            for taken_s, column in zip((read_s - started_s, time.perf_counter() - read_s), times, strict=True):
+                column.append(taken_s)
         read.append(statistics.median(times[0][1:]))
         copied.append(statistics.median(times[1][1:]))
     table("tokens", lengths, copied, read, [b / a for a, b in zip(copied, read, strict=True)])
@@ -178,7 +178,7 @@ def table(
 class Options:
     """The parts and the models."""
 
-    parameters: str = option("0.1B", "of the widened target (default %(default)s)")
+    parameters: str = option("0.1B", "parameters of the widened target (default %(default)s)")
     draft: str | None = option(None, "a drafter (default: none)")
     repeats: int = option(3, "repetitions (default %(default)s)")
     only: Sequence[str] = option(",".join(PARTS), "parts (default %(default)s)")

@@ -50,7 +50,7 @@ def main() -> None:
                 pairs = [[timed_ms(http, num_tokens, stream) for http in (plain, replica)] for _ in range(NUM_TURNS)]
                 one, other = (statistics.median(times) for times in zip(*pairs[5:], strict=True))
                 low, middle, high = statistics.quantiles([b - a for a, b in pairs[5:]], n=4)
-                form = "stream" if stream else "whole"
+                form = "stream" if stream else "complete"
                 show(num_tokens, form, f"{one:.1f}", f"{other:.1f}", f"{middle:.1f} ({low:.1f} to {high:.1f})")
 
 

@@ -57,7 +57,7 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass
 class Clock:
-    """Seconds of the current round by verb; passes are nobody's."""
+    """Seconds of the current round by verb, without the time of passes."""
 
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     passes: float = 0.0
@@ -70,7 +70,7 @@ class Clock:
 
 
 class ReadyRunner(Runner):
-    """Gives logits from a table, by the token read; keeps its cache's books as any runner does."""
+    """Returns logits from a table, by the token that is read, and updates its cache's tables as every runner does."""
 
     def __init__(self, table: Tensor, clock: Clock, batch: int, weights: Tensor | None = None) -> None:
         cache = PagedCache(layers=1, kv_heads=1, head_dim=1, num_tokens=batch * LENGTH, dtype=torch.float32)
@@ -99,7 +99,7 @@ class ReadyRunner(Runner):
 
 
 class TimedEngine(Engine):
-    """An engine that tells a clock which verb it is at; what lies between them is verify and counting."""
+    """An engine that times its verbs with a clock; the rest of a round is counted as verify."""
 
     clock: Clock
 
@@ -131,7 +131,7 @@ def tables(vocab: int, flat: bool) -> tuple[Tensor, Tensor]:
 
 
 def words(vocab: int) -> Tokenizer:
-    """A byte-level tokenizer of so many made-up words."""
+    """A byte-level tokenizer of `vocab` invented words."""
     model = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")
     backend = tokenizers.Tokenizer(model)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -141,7 +141,7 @@ def words(vocab: int) -> Tokenizer:
 def rounds(
     vocab: int, batch: int, params: dict[str, Any], flat: bool, count: int, weights: Tensor | None
 ) -> list[dict[str, float]]:
-    """Seconds by verb of `count` rounds."""
+    """The seconds of each of `count` rounds, by verb and in total."""
     clock, text = Clock(), words(vocab)
     target, draft = tables(vocab, flat)
     speculation = Speculation(depth=DEPTH)
@@ -158,29 +158,29 @@ def rounds(
         prompt = [(i * 31 + j * 7) % vocab for j in range(200)]
         for sequence in requests.sequences(Request.of(prompt, SamplingParams(seed=i, max_tokens=None, **params))):
             engine.submit(sequence)
-    found = []
+    measured = []
     for number in range(count + WARM_UP):
         clock.spent.clear()
         started, passes = time.perf_counter(), clock.passes
         engine.step()
-        whole = time.perf_counter() - started - (clock.passes - passes)
+        total = time.perf_counter() - started - (clock.passes - passes)
         if number >= WARM_UP:
-            verify = whole - sum(clock.spent.values())
-            found.append({**clock.spent, "verify": verify, "whole": whole})
-    return found
+            verify = total - sum(clock.spent.values())
+            measured.append({**clock.spent, "verify": verify, "total": total})
+    return measured
 
 
 def main(count: int = 60, megabytes: int = 0) -> None:
     weights = torch.ones(megabytes * 250_000) if megabytes else None
     print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
-    show_header("vocabulary", "batch", "sampling", *VERBS, "whole", "quartiles")
+    show_header("vocabulary", "batch", "sampling", *VERBS, "total", "quartiles")
     for vocab in (4096, 151_936):
         for batch in (1, 8):
             for name, params in CASES:
-                found = rounds(vocab, batch, params, "flat" in name, count, weights)
-                each = [statistics.median(r[verb] for r in found) * 1e3 for verb in VERBS]
-                whole = spread_cells(Spread.of(1e3 * r["whole"] for r in found))
-                show(f"{vocab:,}", batch, name, *(f"{ms:.2f}" for ms in each), *whole)
+                measured = rounds(vocab, batch, params, "flat" in name, count, weights)
+                by_verb = [statistics.median(r[verb] for r in measured) * 1e3 for verb in VERBS]
+                total = spread_cells(Spread.of(1e3 * r["total"] for r in measured))
+                show(f"{vocab:,}", batch, name, *(f"{ms:.2f}" for ms in by_verb), *total)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class Options:
     folder: str = option(what="the draft model of another vocabulary", metavar="DIR")
     target: str = option("stdlib", "default: %(default)s")
     draft: str = option("stdlib-draft", "the draft model of the target's vocabulary (default: %(default)s)")
-    depth: int = option(4, "tokens drafted per round (default %(default)s)")
-    tokens: int = option(96, "of each answer (default %(default)s)")
+    depth: int = option(4, "draft tokens per round (default %(default)s)")
+    tokens: int = option(96, "tokens of each answer (default %(default)s)")
     num_prompts: int = option(8, "prompts (default %(default)s)")
     temperatures: Sequence[float] = option((0.0, 1.0), "default: 0 1", nargs="+")
 
@@ -44,13 +44,12 @@ def main() -> None:
     options = options_of(Options)
     prompts = [str(passage.prompt) for passage in shipped("code")][: options.num_prompts]
     target, foreign = Blueprint.of(options.target), Blueprint.of(options.folder)
-    way = plan_translation(DraftContext(target, target.tokenizer()), foreign)
-    if way is None:
-        raise SystemExit(f"{options.folder} has the tokenizer of {options.target}: there is nothing to translate")
-    shared = shared_ids(way.target, way.drafter)
-    print(
-        f"{len(shared)} of {way.target.num_ids} tokens are shared, of weight {shared_weight(way.target, shared):.3f}\n"
-    )
+    plan = plan_translation(DraftContext(target, target.tokenizer()), foreign)
+    if plan is None:
+        raise SystemExit(f"{options.folder} has the tokenizer of {options.target}: use a model with another tokenizer")
+    shared = shared_ids(plan.target, plan.drafter)
+    weight = shared_weight(plan.target, shared)
+    print(f"{len(shared)} of {plan.target.num_ids} tokens are shared, of weight {weight:.3f}\n")
     show_header("temperature", "drafter", "accepted / drafted", "of the draft's", "tokens per round", "by depth")
     for temperature in options.temperatures:
         params = [
@@ -63,11 +62,11 @@ def main() -> None:
             drafter: str | Drafter | None = f"model:{options.draft}" if name == "same vocabulary" else None
             if name in ("shared tokens", "encoded again"):
                 runner = foreign.load(CACHE_TOKENS)
-                drafter = translated(runner, target.config.vocab_size, way, shared=name == "shared tokens")
+                drafter = translated(runner, target.config.vocab_size, plan, shared=name == "shared tokens")
             llm = LLM(options.target, drafter, max_num_seqs=len(prompts), speculation=options.depth)
-            said = [tuple(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
-            plain = plain or said
-            assert said == plain, f"{name} changed the output"
+            answers = [tuple(result.outputs[0].token_ids) for result in llm.generate(prompts, params)]
+            plain = plain or answers
+            assert answers == plain, f"{name} changed the output"
             if drafter is None:
                 continue
             stats = llm.stats

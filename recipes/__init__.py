@@ -1,1 +1,1 @@
-"""Recipes: how the models that ship with forerun were made, as commands that make them again."""
+"""Recipes: commands that make the models and drafters that ship with forerun."""

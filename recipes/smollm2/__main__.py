@@ -1,7 +1,7 @@
 """`python -m recipes.smollm2 FILE.gguf`: make the drafter that ships for SmolLM2-135M-Instruct.
 
-The target writes prompts and answers them, and what followed what in the answers is counted. An MTP module that learnt
-from the same answers for half an hour did not pay (benchmarks/RESULTS.md).
+The target writes prompts and answers them, and the n-grams of the answers are counted. An MTP module that was trained
+on the same answers for half an hour was slower than plain decoding (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Answer = tuple[Sequence[int], int]  # a text, and the index where its answer beg
 
 def main(
     model: Annotated[str, typer.Argument(help="SmolLM2-135M-Instruct: a GGUF file, a folder or a hub id.")],
-    work: Annotated[Path, typer.Option(help="Where prompts are kept.")] = Path("build/smollm2"),
-    out: Annotated[Path, typer.Option(help="Where the drafter goes.")] = Path("build/smollm2/ngrams"),
+    work: Annotated[Path, typer.Option(help="Folder of the prompts.")] = Path("build/smollm2"),
+    out: Annotated[Path, typer.Option(help="Folder of the drafter.")] = Path("build/smollm2/ngrams"),
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
     """Write prompts and answers, and the drafter into `out`. Existing prompts are reused."""
@@ -49,14 +49,14 @@ def main(
 
 def answers(target: Blueprint, data: TrainingData) -> list[Answer]:
     """The target's answers to the prompts, in a fixed order and with fixed seeds."""
-    found: list[Answer] = []
+    written: list[Answer] = []
     with answering_llm(target, data, SETTINGS, quiet) as llm:
         source = AnswerSource(llm, data, SETTINGS, ())
-        while len(found) < NUM_ANSWERS:
-            texts = source.of_step(len(found) // SETTINGS.batch, quiet)
-            found += [(text.tokens, text.num_prompt) for text in texts]
-            print(f"{len(found)} of {NUM_ANSWERS} answers", flush=True)
-    return found
+        while len(written) < NUM_ANSWERS:
+            texts = source.of_step(len(written) // SETTINGS.batch, quiet)
+            written += [(text.tokens, text.num_prompt) for text in texts]
+            print(f"{len(written)} of {NUM_ANSWERS} answers", flush=True)
+    return written
 
 
 def quiet(*_: object) -> None:

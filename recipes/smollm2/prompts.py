@@ -1,8 +1,8 @@
 """Stage 1: prompts that the target writes itself, so that no other data are needed.
 
-Behind its template's beginning of a user's turn an instruct model writes what a user might ask (Magpie, 2406.08464).
-Each prompt begins with an opening from `OPENINGS`, so that all kinds of questions occur, and some are about a passage,
-which is an answer of the target to an earlier prompt.
+After the beginning of a user's turn in its template, an instruct model writes a request that a user might send (Magpie,
+2406.08464). Each prompt begins with an opening from `OPENINGS`, so that many kinds of requests occur. One prompt in
+four is about a passage that the target wrote in answer to another prompt.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ ABOUT = (
 
 
 def write_prompts(model: str, count: int, path: Path, threads: int | None = None) -> None:
-    """Write `count` prompts into a `.jsonl`, less those that are too short; a fourth of them are about passages.
+    """Write `count` prompts to a `.jsonl` file, without those that are too short; a quarter are about passages.
 
-    A file that is there is gone on with behind its last batch, to what it would have been without the interruption.
+    An existing file is continued after its last batch; the result is the same as without an interruption.
     """
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     first = (json.loads(lines[-1])["number"] // BATCH + 1) * BATCH if lines else 0
@@ -113,26 +113,26 @@ def write_prompts(model: str, count: int, path: Path, threads: int | None = None
 
 
 def batch_of(llm: LLM, first: int) -> Iterator[tuple[int, str]]:
-    """The prompts from number `first` on that are long enough, with their numbers."""
-    places = range(first, first + BATCH)
+    """The batch of prompts that begins with number `first`, with their numbers, without those that are too short."""
+    numbers = range(first, first + BATCH)
     if (first // BATCH) % 4:
-        openings = [OPENINGS[i % len(OPENINGS)] for i in places]
-        texts = went_on(llm, openings, places, PROMPT_TOKENS)
-        yield from ((i, text) for i, text in zip(places, texts, strict=True) if len(text) >= LEAST_LETTERS)
+        openings = [OPENINGS[i % len(OPENINGS)] for i in numbers]
+        texts = user_messages(llm, openings, numbers, PROMPT_TOKENS)
+        yield from ((i, text) for i, text in zip(numbers, texts, strict=True) if len(text) >= LEAST_LETTERS)
         return
-    topics = went_on(llm, [ARTICLES[i % len(ARTICLES)] for i in places], places, 24)
-    asked = [f"{USER}{topic}{END}\n<|im_start|>assistant\n" for topic in topics]
-    for i, passage in zip(places, answered(llm, asked, places, PASSAGE_TOKENS), strict=True):
+    topics = user_messages(llm, [ARTICLES[i % len(ARTICLES)] for i in numbers], numbers, 24)
+    chats = [f"{USER}{topic}{END}\n<|im_start|>assistant\n" for topic in topics]
+    for i, passage in zip(numbers, continuations(llm, chats, numbers, PASSAGE_TOKENS), strict=True):
         yield i, ABOUT[i % len(ABOUT)].format(passage.strip())
 
 
-def went_on(llm: LLM, openings: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
+def user_messages(llm: LLM, openings: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
     """Messages of a user that start with these words."""
-    rest = answered(llm, [USER + opening for opening in openings], seeds, tokens)
+    rest = continuations(llm, [USER + opening for opening in openings], seeds, tokens)
     return [(opening + more).strip() for opening, more in zip(openings, rest, strict=True)]
 
 
-def answered(llm: LLM, prompts: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
+def continuations(llm: LLM, prompts: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
     """The target's continuations of these texts, up to the end of a turn."""
     params = [SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, max_tokens=tokens, seed=seed) for seed in seeds]
     ids = [llm.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]

@@ -17,10 +17,10 @@ SHIPPED = Path(__file__).resolve().parents[2] / "src" / "forerun" / "bundled" / 
 
 def main(
     source: Annotated[Path | None, typer.Option(help="Folder of Python source; default: the standard library.")] = None,
-    work: Annotated[Path, typer.Option(help="Where checkpoints are kept, to go on from.")] = Path("build/stdlib"),
-    out: Annotated[Path, typer.Option(help="Where the family goes.")] = SHIPPED,
+    work: Annotated[Path, typer.Option(help="Folder of checkpoints, from which it resumes.")] = Path("build/stdlib"),
+    out: Annotated[Path, typer.Option(help="Folder of the family.")] = SHIPPED,
     target: Annotated[
-        Path | None, typer.Option(help="A target that this made earlier: only its students are trained.")
+        Path | None, typer.Option(help="A target of an earlier run: only its students are trained.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
 ) -> None:

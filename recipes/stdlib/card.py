@@ -20,7 +20,7 @@ def write_manifest(files: Sequence[SourceFile], path: Path) -> None:
 
 
 def path_of(file: SourceFile) -> str:
-    """The order of the manifest."""
+    """The sort key of the manifest."""
     return file.path
 
 

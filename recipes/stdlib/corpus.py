@@ -1,7 +1,6 @@
-"""The corpus: every source file of the standard library that runs this recipe, and which of them are held out.
+"""The corpus: every source file of the running Python's standard library, some of which are held out.
 
-A file is held out by a hash of its path alone, so that the split is the same on every machine and for every version.
-The tokenizer is trained elsewhere.
+A hash of its path decides whether a file is held out, so the split is the same on every machine and for every version.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def standard_library() -> Path:
 
 
 def read_corpus(root: Path) -> list[SourceFile]:
-    """Every Python file below `root`, in the order of its hash; what is empty, not UTF-8 or not the library's is left.
+    """Every Python file below `root`, sorted by a hash of its path, without empty files and files that are not UTF-8.
 
-    Raises FileNotFoundError where nothing is found.
+    Installed packages are skipped. Raises FileNotFoundError if there is no file.
     """
     files = []
     for path in root.rglob("*.py"):

@@ -1,6 +1,6 @@
-"""Stage 3: the students learn the target's law, on the corpus and on the target's own texts by turns.
+"""Stage 3: the students learn the target's distribution, alternating between the corpus and the target's texts.
 
-One pass of the target teaches all students. The first tenth of the steps is KL, the rest LK-lambda.
+All students learn from the same pass of the target. The loss is KL in the first tenth of the steps, then LK-lambda.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KL_SHARE = 0.1
 
 
 def open_students(path: Path, shapes: Mapping[str, Shape], vocab_size: int, schedule: Schedule) -> Run:
-    """The students' run, resumed from its checkpoint; its losses are 1 - acceptance."""
+    """The training run of the students, resumed from its checkpoint; its losses are 1 - acceptance."""
     models: dict[str, nn.Module] = {name: build_llama(s, vocab_size, schedule.seed) for name, s in shapes.items()}
     optimizers = {name: build_optimizers(model, schedule) for name, model in models.items()}
     run = Run(path, models, optimizers, losses={name: [] for name in models})

@@ -1,8 +1,8 @@
 """A draft model with another vocabulary: as large as the family's, with 1,024 tokens, trained on text alone.
 
-`python -m recipes.stdlib.foreign` makes it, or goes on making it; under an hour on 2 cores.
-The target's law is over other tokens, so it cannot be handed on token by token; what can be is its text. The draft
-learns to go on from the corpus and from what the target wrote itself, by turns, by the cross-entropy of the next token.
+`python -m recipes.stdlib.foreign` makes it, or resumes; it takes less than an hour on 2 cores. The target's
+distribution is over other tokens, so the draft model cannot learn it token by token. It learns from text: from the
+corpus and from texts of the target, alternating, by the cross-entropy of the next token.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Foreign:
     shape: Shape
     texts: Texts
     schedule: Schedule
-    texts_one_in: int = 2  # steps of which one reads the target's texts, the others the corpus
+    texts_one_in: int = 2  # one step in so many reads the target's texts, the others read the corpus
 
 
-# As many parameters as the family's draft, in as many layers: what the smaller vocabulary saves is in the MLPs.
+# As many parameters and layers as the family's draft: the MLPs are larger by what the smaller vocabulary saves.
 FOREIGN = Foreign(
     vocab_size=1024,
     target_vocab_size=4096,
@@ -57,8 +57,8 @@ FOREIGN = Foreign(
 def cook_foreign(recipe: Foreign, source: Path, target: Path, work: Path, out: Path, bar: Progress) -> None:
     """Train the draft into `out`; `work` stores tokenizer, texts and checkpoint, from which a later call resumes.
 
-    Raises ValueError where `work` was begun from another corpus, recipe or target, FileNotFoundError where `target` is
-    none of the family's.
+    Raises ValueError if `work` belongs to another corpus, recipe or target, and FileNotFoundError if `target` is not a
+    target of the family.
     """
     disable_progress_bar()
     check_teacher(target, recipe.target_vocab_size)
@@ -76,14 +76,14 @@ def cook_foreign(recipe: Foreign, source: Path, target: Path, work: Path, out: P
 def target_texts(
     recipe: Foreign, files: Sequence[SourceFile], target: Path, work: Path, tokenizer: Tokenizer, bar: Progress
 ) -> Tensor:
-    """The target's continuations of beginnings of training files, in the draft's tokens, as one stream."""
-    own = Tokenizer.from_file(str(target / "tokenizer.json"))
-    corpus = tokenize(files, own)
+    """The target's continuations of excerpts of training files, in the draft's tokens, as one stream."""
+    target_tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    corpus = tokenize(files, target_tokenizer)
     folder = work / "texts"
     generate_texts(target, recipe.texts.prompts(corpus.train, corpus.bos), recipe.texts, folder, bar)
     rows = [row for file in sorted(folder.glob("*.json")) for row in json.loads(file.read_text("utf-8"))]
-    written = own.decode_batch(rows, skip_special_tokens=False)  # both write the end of a text as </s>
-    encoded = tokenizer.encode_batch(written, add_special_tokens=False)
+    decoded = target_tokenizer.decode_batch(rows, skip_special_tokens=False)  # both tokenizers end a text with </s>
+    encoded = tokenizer.encode_batch(decoded, add_special_tokens=False)
     return torch.tensor([token for each in encoded for token in each.ids])
 
 
@@ -112,8 +112,8 @@ def learn(run: Run, streams: Sequence[Tensor], recipe: Foreign, bos: int, bar: P
 def main(
     source: Annotated[Path | None, typer.Option(help="Folder of Python source; default: the standard library.")] = None,
     target: Annotated[Path, typer.Option(help="The family's target, which writes the texts.")] = FAMILY / "target",
-    work: Annotated[Path, typer.Option(help="Where checkpoints are kept, to go on from.")] = Path("build/foreign"),
-    out: Annotated[Path, typer.Option(help="Where the draft's folder goes.")] = Path("build/foreign/out"),
+    work: Annotated[Path, typer.Option(help="Folder of checkpoints, from which it resumes.")] = Path("build/foreign"),
+    out: Annotated[Path, typer.Option(help="Parent folder of the draft's folder.")] = Path("build/foreign/out"),
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
 ) -> None:
     """Train a tokenizer of 1,024 tokens, and a draft model with it."""

@@ -1,7 +1,7 @@
 """Stage 2: texts of the target, on which the students are trained together with the corpus.
 
-A drafter has to predict what its target writes, not what people wrote. So the engine continues beginnings of corpus
-files with the target, at two temperatures. Each batch has its own file, so that an interruption costs one batch.
+A drafter has to predict texts of its target, not of people. So the target continues excerpts of the corpus, at two
+temperatures. Each batch is stored in its own file, so that an interruption costs at most one batch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Texts:
     seed: int = 0
 
     def prompts(self, corpus: Tensor, bos: int) -> list[list[int]]:
-        """The beginnings of the texts: `<s>` and tokens of the corpus from places sampled with the seed."""
+        """The prompts: `<s>` and tokens of the corpus from places that are sampled with the seed."""
         dice = torch.Generator().manual_seed(self.seed)
         starts = torch.randint(0, len(corpus) - self.num_prompt, (self.count,), generator=dice).tolist()
         return [[bos, *corpus[start : start + self.num_prompt].tolist()] for start in starts]
 
 
 def generate_texts(model: Path, prompts: Sequence[Sequence[int]], texts: Texts, folder: Path, bar: Progress) -> Tensor:
-    """All texts as one stream of tokens, prompts included and `<s>` not; batches that are there are not made again."""
+    """All texts as one stream of tokens, prompts included but without `<s>`; existing batches are reused."""
     folder.mkdir(parents=True, exist_ok=True)
     starts = range(0, texts.count, BATCH)
     files = [folder / f"{start:06}.json" for start in starts]

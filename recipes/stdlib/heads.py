@@ -1,8 +1,8 @@
 """`python -m recipes.stdlib.heads`: train the family's heads, or resume, and measure all drafters.
 
-The heads draft on the bundled target's states. They are made by `forerun train`, whose very settings are the table
-below, from the training files of the corpus; the target writes the answers that they learn from. Then all drafters of
-the family are measured on held-out files (`judge.py`), and each folder gets its record and its card.
+The heads draft from the bundled target's states. They are trained as by `forerun train` with the settings in the table
+below, on answers that the target writes to prompts from the training files of the corpus. Then all drafters of the
+family are measured on held-out files (`judge.py`), and each folder gets its record and its card.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHIPPED = ("config.json", "model.safetensors")
 class Head:
     """One of the family's heads: its kind, its sizes, and how it is trained.
 
-    `about` is for its card, and so are the `minutes` that the training took, without those in which it was stopped.
+    `about` and `minutes`, the duration of the training without interruptions, are printed in its card.
     """
 
     kind: str
@@ -48,13 +48,13 @@ class Head:
         """The equivalent command line; corpus.jsonl has the training files as texts."""
         usual = asdict(TrainSettings())
         learning = {name: value for name, value in asdict(self.settings).items() if value != usual[name]}
-        given = {**asdict(self.sizes), **learning, "threads": self.threads}
-        options = [spelled(name, value) for name, value in given.items() if value is not None]
+        settings = {**asdict(self.sizes), **learning, "threads": self.threads}
+        options = [option_text(name, value) for name, value in settings.items() if value is not None]
         return " ".join([f"forerun train {self.kind} --model stdlib --data corpus.jsonl", *options])
 
 
-def spelled(name: str, value: object) -> str:
-    """An option of `forerun train`."""
+def option_text(name: str, value: object) -> str:
+    """The text of an option of `forerun train`."""
     option = f"--{name.replace('_', '-')}"
     if value is True:
         return option
@@ -107,26 +107,26 @@ HEADS: Mapping[str, Head] = {
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="Where trainings are kept, to go on from.")] = Path("build/heads"),
-    out: Annotated[Path, typer.Option(help="The family: the target is there, and the heads go there.")] = FAMILY,
-    only: Annotated[list[str] | None, typer.Option(help="Train only these.")] = None,
-    figures: Annotated[bool, typer.Option("--figures", help="Train nothing, and measure what is there.")] = False,
-    rounds: Annotated[bool, typer.Option("--rounds", help="Also time rounds: nothing else should run.")] = False,
+    work: Annotated[Path, typer.Option(help="Folder of trainings, from which it resumes.")] = Path("build/heads"),
+    out: Annotated[Path, typer.Option(help="Folder of the family, with the target; heads are written to it.")] = FAMILY,
+    only: Annotated[list[str] | None, typer.Option(help="Train only these heads.")] = None,
+    figures: Annotated[bool, typer.Option("--figures", help="Only measure the existing drafters.")] = False,
+    rounds: Annotated[bool, typer.Option("--rounds", help="Also time rounds; run no other program then.")] = False,
 ) -> None:
     """Train the heads of the bundled target, and measure all drafters of the family."""
     work.mkdir(parents=True, exist_ok=True)
     for name, head in HEADS.items():
         if not figures and (only is None or name in only):
             ship(make(head, work / name, corpus_file(work), out / "target"), out / name)
-    there = [name for name in HEADS if (out / name / "config.json").exists()]
-    found = judge_family(out, there, work / "figures.json")
+    existing = [name for name in HEADS if (out / name / "config.json").exists()]
+    measured = judge_family(out, existing, work / "figures.json")
     if rounds:
-        found = time_family(out, there, work / "figures.json")
-    write_records(found, out)
+        measured = time_family(out, existing, work / "figures.json")
+    write_records(measured, out)
     for name, head in HEADS.items():
-        if name in found:
-            write_card(name, head, out / name, found[name])
-    typer.echo(figures_table(found))
+        if name in measured:
+            write_card(name, head, out / name, measured[name])
+    typer.echo(figures_table(measured))
 
 
 def corpus_file(work: Path) -> Path:
@@ -153,8 +153,8 @@ def ship(made: Path, folder: Path) -> None:
         shutil.copyfile(made / name, folder / name)
 
 
-def learnt_from(settings: TrainSettings) -> str:
-    """The training data in words, as the start of a sentence."""
+def training_text(settings: TrainSettings) -> str:
+    """A clause for the card about steps, answers and passes."""
     times = "" if settings.passes == 1 else f", each answer used {settings.passes} times"
     return f"{settings.steps:,} steps of {settings.batch} answers of the target at temperature 1{times}"
 
@@ -175,7 +175,7 @@ def write_card(name: str, head: Head, folder: Path, figures: DrafterFigures) -> 
 It drafts for the bundled target `stdlib`, as `--draft {figures.draft}`; {size:.1f} MB.
 
 Made by this command, which `python -m recipes.stdlib.heads` runs; `corpus.jsonl` holds the training files of
-[corpus.tsv](../corpus.tsv), one text per line, without the held-out ones. {learnt_from(head.settings)};
+[corpus.tsv](../corpus.tsv), one text per line, without the held-out ones. {training_text(head.settings)};
 {head.minutes} minutes on {cores}, while other work ran.
 
 ```sh

@@ -1,7 +1,7 @@
 """Stage 4: the results for the model card: held-out loss, acceptance of each pair, and whether greedy text loops.
 
 Everything is measured with the rounded weights that ship, and on the target's own continuations of held-out code,
-because these are the texts that drafters meet.
+because drafters have to predict such texts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def compare(target: str, draft: str, models: Mapping[str, nn.Module], texts: Map
 
     def continued(name: str, temperature: float) -> Tensor:
         logits: Tensor = models[name](texts[temperature][:, :-1]).logits
-        return logits[:, NUM_PROMPT_TOKENS:].flatten(0, 1)  # <s> stands in front: the first drawn token's position
+        return logits[:, NUM_PROMPT_TOKENS:].flatten(0, 1)  # from the first sampled token on, since <s> comes first
 
     agree = continued(target, 0.0).argmax(-1) == continued(draft, 0.0).argmax(-1)
     following = texts[1.0][:, 1 + NUM_PROMPT_TOKENS :].flatten()

@@ -74,7 +74,7 @@ def cook(recipe: Recipe, source: Path, work: Path, out: Path, bar: Progress, tea
     to another corpus, recipe or teacher, or if the teacher has another vocabulary; FileNotFoundError if it is not a
     target of this recipe.
     """
-    disable_progress_bar()  # that of transformers, which would overwrite this one
+    disable_progress_bar()  # the bar of transformers would overwrite this one
     files = read_corpus(source)
     if teacher is not None:
         check_teacher(teacher, recipe.vocab_size)
@@ -103,9 +103,9 @@ def check_teacher(folder: Path, vocab_size: int) -> None:
     for name in (RECORD, "config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: name a target of this recipe with --target.")
-    own = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
-    if own != vocab_size:
-        raise ValueError(f"{folder} has {own} tokens, the recipe {vocab_size}: name a target of this recipe.")
+    found_size = json.loads((folder / "config.json").read_text("utf-8"))["vocab_size"]
+    if found_size != vocab_size:
+        raise ValueError(f"{folder} has {found_size} tokens, the recipe {vocab_size}: name a target of this recipe.")
 
 
 def claim(work: Path, recipe: object, files: Sequence[SourceFile], teacher: Path | None) -> None:
@@ -115,11 +115,11 @@ def claim(work: Path, recipe: object, files: Sequence[SourceFile], teacher: Path
         digest.update(f"{file.path} {file.sha256}\n".encode())
     if teacher is not None:
         digest.update((teacher / "model.safetensors").read_bytes())
-    mark, own = work / "recipe.txt", digest.hexdigest()
+    mark, name = work / "recipe.txt", digest.hexdigest()
     if not mark.exists():
         work.mkdir(parents=True, exist_ok=True)
-        mark.write_text(own, "utf-8")
-    if mark.read_text("utf-8") != own:
+        mark.write_text(name, "utf-8")
+    if mark.read_text("utf-8") != name:
         raise ValueError(f"{work} belongs to another recipe, corpus or teacher: name another folder with --work")
 
 

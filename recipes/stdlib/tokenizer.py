@@ -1,6 +1,6 @@
 """The family's tokenizer: one byte-level BPE for all its models, with a chat template that reads as Python.
 
-Every byte has a token, so every text has one, and it decodes to itself. A text begins with <s>, as in Llama.
+Every byte is a token, so every text can be encoded, and decodes to itself. A text begins with <s>, as in Llama.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The common part of both training stages: windows of tokens, the schedule, optimizers, and checkpoints.
 
-Every step is a function of its number: which windows it reads and how far it moves are drawn from (seed, step), so
-that a run continued from a checkpoint takes the very steps that it would have taken.
+The windows and the learning rate of a step depend only on the seed and the step's number, so that a run that resumes
+from a checkpoint takes the same steps as one without an interruption.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Schedule:
         return min((step + 1) / self.warmup, (self.steps - step) / max(1, self.steps - self.warmup))
 
     def windows(self, tokens: Tensor, step: int, bos: int) -> Tensor:
-        """Rows of `<s>` and the tokens that follow some place of the stream.  # [rows, context + 1]
+        """Rows of `<s>` and `context` consecutive tokens of the stream.  # [rows, context + 1]
 
-        Every place of the stream is read once before any is read again, in an order of its own for each length.
+        Each length has its own order of places, in which every place is read once before any is read again.
         """
         context = self.context_at(step)
         rows, places = self.batch_tokens // context, (len(tokens) - 1) // context

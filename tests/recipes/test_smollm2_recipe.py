@@ -30,14 +30,14 @@ def test_interrupted_prompts_go_on_to_the_same_ones_and_finished_ones_stay(
 ) -> None:
     left = [10**6]
 
-    def answered(llm: object, asked: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
+    def continuations(llm: object, texts: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         return [text_of(seed) for seed in seeds]
 
     monkeypatch.setattr(prompts, "LLM", lambda *_, **__: None)
-    monkeypatch.setattr(prompts, "answered", answered)
+    monkeypatch.setattr(prompts, "continuations", continuations)
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     prompts.write_prompts("model", 160, whole)
     for turn in range(4):
