@@ -316,6 +316,14 @@ def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
     assert not list(computer.folder.glob("cache/forerun/kernels/*.so"))
 
 
+def test_a_full_disk_is_not_taken_for_a_broken_compiler(computer: Computer) -> None:
+    text = "cc1plus: fatal error: error writing to /tmp/x.s: No space left on device"
+    script(computer.folder / "cxx", f'case "$1" in --version) ;; *) echo "{text}" >&2; exit 1;; esac')
+    with pytest.raises(NoKernels, match=r"No space left on device\): free space there, or set TMPDIR") as caught:
+        library.library()
+    assert "install g++" not in str(caught.value)
+
+
 def test_a_library_that_nothing_can_load_is_no_library(computer: Computer, caplog: pytest.LogCaptureFixture) -> None:
     """Not even from the temporary folder, which may be one without programs."""
     compiles = (computer.folder / "cxx").read_text()

@@ -1,10 +1,13 @@
 """Bodies: every field of the specification has its class, and whatever cannot be served is refused by name."""
 
 import logging
+import re
 from typing import Any
 
 import pytest
 
+from forerun.serve.body import parse_json_body
+from forerun.serve.problems import ApiError
 from forerun.serve.schema import KNOWN, Endpoint
 from kit.servers import Running, drafting, running, serving, specification
 
@@ -106,6 +109,20 @@ def test_what_is_no_body(server: Running, content: bytes, status: int, said: str
             answer = http.post(path, content=content, headers={"content-type": "application/json"})
             error = answer.json()["error"]
             assert (answer.status_code, error["code"] == said or said in error["message"]) == (status, True), error
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xef\xbb\xbf{}", "begins with a byte order mark: leave that out"),
+        (b'{"n":' + b"9" * 5000 + b"}", "4300 digits"),
+    ],
+)
+def test_what_is_no_json_is_said_in_words_for_clients(content: bytes, said: str) -> None:
+    """Python's own messages advise programs: which codec to use, which function of `sys` to call."""
+    with pytest.raises(ApiError, match=said) as caught:
+        parse_json_body(content)
+    assert not re.search(r"sys\.|utf-8-sig", str(caught.value))
 
 
 def test_an_answer_may_be_as_long_as_the_context_and_what_is_not_asked_for_is_cut(server: Running) -> None:

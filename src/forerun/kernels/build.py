@@ -9,6 +9,7 @@ unresolved, and torch's runtime provides them. setup.py imports this file, so it
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import platform
@@ -37,6 +38,7 @@ OLDEST_GLIBC = (2, 27)
 PORTABLE = {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 NEEDED = re.compile(rb"\0(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)")
 FIX = "install g++, or set CXX to a compiler that works"
+FIX_SPACE = "free space there, or set TMPDIR to a folder on another disk"
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ def run_compiler(call: list[str], path: Path) -> None:
     done = run_command(call, TIMEOUT_S)
     if done.returncode or not path.exists():
         logger.debug("%s returned %d:\n%s", " ".join(call), done.returncode, done.stderr)
-        raise NoKernels(f"{call[0]} failed{first_error(done.stderr)}: {FIX}")
+        fix = FIX_SPACE if os.strerror(errno.ENOSPC) in done.stderr else FIX
+        raise NoKernels(f"{call[0]} failed{first_error(done.stderr)}: {fix}")
 
 
 def first_error(output: str) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from codecs import BOM_UTF8
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +51,10 @@ def parse_json_body(raw: bytes) -> dict[str, Any]:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if isinstance(error, UnicodeDecodeError):
             why = f"byte {error.start} is not UTF-8"
+        elif raw.startswith(BOM_UTF8):
+            why = "it begins with a byte order mark: leave that out"
+        elif why.startswith("Exceeds the limit"):  # the advice of Python's message is for programs
+            why = f"a number has more than {sys.get_int_max_str_digits()} digits"
         raise ApiError(400, f"the body is not JSON in UTF-8 ({why}).", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
