@@ -1,6 +1,7 @@
 """What a measurement says of its machine."""
 
 import mmap
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from forerun.machine import (
     peak_rss_bytes,
     processor,
     sources_digest,
+    unmapped_bytes,
     vector_instructions,
 )
 
@@ -61,6 +63,18 @@ def write_system(folder: Path, available_kb: int, limit: str | None) -> tuple[Pa
 )
 def test_available_memory_is_the_machines_or_the_containers(tmp_path: Path, limit: str | None, expected: int) -> None:
     assert available_bytes(*write_system(tmp_path, 500, limit)) == expected
+
+
+def test_available_memory_is_what_the_process_may_still_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    page = resource.getpagesize()
+    (tmp_path / "statm").write_text("100 60 20 1 0 40 0\n")
+    for most, expected in ((140 * page, 40 * page), (90 * page, 0), (resource.RLIM_INFINITY, sys.maxsize)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=most: (soft, resource.RLIM_INFINITY))
+        assert unmapped_bytes(tmp_path / "statm") == expected
+    system = write_system(tmp_path, 500, None)
+    monkeypatch.setattr(machine, "unmapped_bytes", lambda: 7)
+    assert available_bytes(*system) == 7
 
 
 def test_without_meminfo_half_of_the_physical_memory_counts(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in torch's out-of-memory error on CPUs, which is a RuntimeError
+
 
 def attempt(work: Callable[[], object]) -> BaseException | None:
     """Run the work and return the error that it raised, or None. Interrupts of the main thread are raised."""
@@ -31,6 +33,12 @@ def no_interrupt(error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt) and in_main_thread():
         raise error
     return error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory could not be allocated, by Python, by torch on a CPU, or on a GPU."""
+    on_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's: this file must not import it, which takes long
+    return isinstance(error, MemoryError) or on_gpu or CPU_ALLOCATOR in str(error)
 
 
 def in_main_thread() -> bool:

@@ -25,6 +25,7 @@ from forerun.kernels.threads import allowed_cores, free_cores
 
 CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
+STATM = Path("/proc/self/statm")
 CGROUP = Path("/sys/fs/cgroup")
 PACKAGE = Path(__file__).parent
 SOURCES = (".py", ".cpp", ".hpp")
@@ -130,7 +131,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
-    """Memory that can be allocated without swapping, on this machine and within this container's limit.
+    """Memory that can be allocated without swapping, on this machine and within the limits of container and process.
 
     If the system does not report it (macOS), half of the physical memory.
     """
@@ -143,7 +144,17 @@ def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
         reclaimable = columns(cgroup / "memory.stat")["inactive_file"]
         used = int((cgroup / "memory.current").read_text()) - reclaimable
         available = min(available, max(0, int(most) - used))
-    return available
+    return min(available, unmapped_bytes())
+
+
+def unmapped_bytes(statm: Path = STATM) -> int:
+    """Memory that this process may still map under `ulimit -v`; sys.maxsize without such a limit."""
+    import resource
+
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return max(0, most - int(statm.read_text().split()[0]) * resource.getpagesize())
 
 
 def columns(path: Path) -> dict[str, int]:

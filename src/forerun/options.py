@@ -20,6 +20,7 @@ from forerun.config import AUTO, MOST_THREADS, KernelChoice, Quantization, Specu
 from forerun.did_you_mean import complete_from
 from forerun.draft.spec import parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
+from forerun.guard import out_of_memory
 from forerun.heads.kinds import HEADS
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.spec import ModelSpec
@@ -28,6 +29,7 @@ from forerun.shape import StaticTree
 from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
+NO_MEMORY = "not enough memory: choose a smaller model, --quantize or a smaller --max-model-len, or end other programs"
 SPELLED = ("auto", "ngram", "suffix", "model:DIR", *(kind.syntax for kind in HEADS.values()), "cascade[A,B]")
 DRAFTERS = f"{', '.join(SPELLED)} or mix[A,B]"
 DRAFTER_BEGINNINGS = (
@@ -305,7 +307,7 @@ class Command(Protocol):
 def with_options(examples: str) -> Callable[[CommandBody], Command]:
     """A decorator that makes a command of a function; the fields of its dataclass parameters become options.
 
-    `examples` are for its help. A ForerunError becomes one red line and status 2, Ctrl-C status 130.
+    `examples` are for its help. A ForerunError and lack of memory become one red line and status 2, Ctrl-C status 130.
     """
     return functools.partial(_with_options, examples=examples)
 
@@ -331,6 +333,11 @@ def _with_options(run: CommandBody, examples: str) -> Command:
             raise typer.Exit(MISTAKE) from error
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            show_error(f"{NO_MEMORY} ({str(error).split(chr(10))[0] or type(error).__name__})")
+            raise typer.Exit(MISTAKE) from error
 
     entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     entry.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,10 +1,12 @@
-"""The card of `forerun generate` says why the answer ended."""
+"""The card of `forerun generate` says why the answer ended; lack of memory ends every command with one line."""
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from forerun import cli
 from kit.checkpoints import TARGET
+from kit.command import refusal
 
 STORIES = str(TARGET)
 
@@ -24,3 +26,24 @@ def test_a_card_says_why_an_answer_ended(options: list[str], told: str) -> None:
     assert [line.split(maxsplit=1)[1].strip() for line in result.stderr.splitlines() if line.startswith("ended")] == [
         told
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("Unable to allocate 27.0 MiB"), "Unable to allocate 27.0 MiB"),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 byte\nC++ frames"), "memory: 1 byte"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
+    ],
+)
+def test_lack_of_memory_is_one_line_that_says_what_to_do(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("forerun.commands.answering.build_llm", loaded)
+    line = refusal("generate", "--model", STORIES, "hello")
+    assert line.startswith("error: not enough memory: choose a smaller model, --quantize or")
+    assert line.endswith(f"{told})\n")

@@ -14,8 +14,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import torch
-
 from forerun.accept.delta import Delta
 from forerun.cache.paged import OutOfBlocks
 from forerun.config import Speculation
@@ -24,11 +22,9 @@ from forerun.draft.base import Drafter
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import ActiveSequences, Sequence, Status
 from forerun.errors import ForerunError, ModelError, OutOfMemory, RankLost, RequestFailed, RoundFailed
-from forerun.guard import attempt
+from forerun.guard import attempt, out_of_memory
 from forerun.models.runner import Runner
 
-MEMORY = (MemoryError, torch.OutOfMemoryError, OutOfBlocks)
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # named in torch's out-of-memory error on CPUs, which is a RuntimeError
 STRIKES = 3  # errors after which a drafter is switched off
 PAUSE_S = 0.01  # between two attempts to recover when no request is left
 log = logging.getLogger(__name__)
@@ -233,5 +229,5 @@ def failure_of(culprit: Sequence, error: BaseException) -> RequestFailed:
     if isinstance(error, RequestFailed):
         return error
     error = lacking_operator(error) or error
-    out_of_memory = isinstance(error, MEMORY) or CPU_ALLOCATOR in str(error)
-    return (OutOfMemory if out_of_memory else RoundFailed)(culprit.id, error)
+    no_memory = isinstance(error, OutOfBlocks) or out_of_memory(error)
+    return (OutOfMemory if no_memory else RoundFailed)(culprit.id, error)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from forerun.prove.chi_square import LEVEL
 from forerun.prove.equality import ChosenToken, Divergence, Equality
 from forerun.prove.law import LawResult
 from forerun.prove.proof import Environment, ProofReport
@@ -101,7 +102,8 @@ def opening_line(law: LawResult) -> str:
     """The settings of a test of a law."""
     return (
         f"each from {law.num_texts:,} texts at temperature {law.temperature:g}, top-k {law.top_k}: the "
-        f"{law.num_tokens} tokens after {law.opening!r}, in {law.freedom + 1} cells"
+        f"{law.num_tokens} tokens after {law.opening!r}, in {law.freedom + 1} cells; "
+        f"the significance level of all these tests together is {LEVEL:g}"
     )
 
 
