@@ -293,6 +293,8 @@ def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
     assert "unknown command /rset: /reset clears" in result.stderr
     assert "tokens/s" in result.stderr
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
+    for word in ("/quit", "/bye"):
+        assert chat(lines=f"{word}\nnever\n").stdout == ""
 
 
 def test_only_a_widened_checkpoint_is_named_behind_every_speed(talking: ScriptedLLM) -> None:

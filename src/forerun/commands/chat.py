@@ -24,6 +24,8 @@ forerun chat --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram
 forerun chat --model ./checkpoint --system "Answer in one sentence." --temperature 0
 """
 
+EXITS = ("/exit", "/quit", "/bye")  # of this and of other programs
+
 
 @with_options(EXAMPLES)
 def chat(
@@ -48,7 +50,7 @@ def chat(
     label = label_of_widened(llm)
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = beginning
-    while (line := read_line(errors)) is not None and line != "/exit":
+    while (line := read_line(errors)) is not None and line not in EXITS:
         if line == "/reset":
             messages = beginning
             errors.print("the conversation is cleared", style="dim", highlight=False)
