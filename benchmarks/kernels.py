@@ -31,7 +31,7 @@ from benchmarks.markdown import show, show_header
 from benchmarks.options import option, options_of
 from torch.nn import functional
 
-from forerun.config import QUANTIZATIONS, KernelChoice, Quantization
+from forerun.config import KernelChoice, Quantization
 from forerun.demo.material import DRAFT_PARAMETERS, TARGET_PARAMETERS, widen
 from forerun.kernels.build import NoKernels, compiler, run_compiler
 from forerun.machine import Machine, bandwidth_bytes_per_s
@@ -223,7 +223,7 @@ class Options:
 
     isa: str | None = isa_option()
     quantize: Quantization | None = option(
-        None, "number format of the passes (default: the model's own)", choices=QUANTIZATIONS, type=str
+        None, "number format of the passes (default: the model's own)", choices=("int8", "int4"), type=str
     )
     only: str | None = option(None, "one table (default: all)", choices=("layers", "passes", "attention"))
     alone: bool = option(False, "passes: without torch's operators")
