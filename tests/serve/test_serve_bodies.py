@@ -145,6 +145,8 @@ def test_other_types_methods_models_and_origins_are_refused(server: Running) -> 
         for path in ("/health", "/openapi.json"):
             assert {*http.delete(path).headers["allow"].split(", ")} == {"GET", "HEAD"}
         assert http.get("/nowhere").json()["error"]["code"] == "no_route"
+        for path in ("/chat/completions", "/v1/chat/completion"):
+            assert "did you mean '/v1/chat/completions'?" in http.post(path).json()["error"]["message"]
         asked = {"Origin": "http://elsewhere", "Access-Control-Request-Method": "POST"}
         preflight = http.options("/v1/completions", headers=asked)
         answer = http.post("/v1/completions", json=OK, headers={"Origin": "http://elsewhere"})

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from forerun import __version__
+from forerun.did_you_mean import nearest
 from forerun.errors import EngineClosed, ForerunError
 from forerun.limits import shown, values_in_json
 from forerun.serve.answers import Writer
@@ -276,7 +277,9 @@ def route_problem(request: Request, error: HTTPException) -> ApiError:
     if error.status_code == 404 and (hint := ROUTE_HINTS.get(request.url.path)) is not None:
         return ApiError(404, f"{route}: {hint}.", code="no_route")
     if error.status_code != 405:
-        return ApiError(error.status_code, f"{route}: {error.detail}; see /openapi.json.", code="no_route")
+        meant = nearest(request.url.path, [each.path for each in request.app.routes])
+        hint = f"did you mean {meant!r}? Otherwise see" if meant else "see"
+        return ApiError(error.status_code, f"{route}: {error.detail}; {hint} /openapi.json.", code="no_route")
     allow = (error.headers or {}).get("Allow", "")
     allow = "GET, HEAD" if allow == "GET" else allow
     return ApiError(405, f"{route}: use {allow} here.", code="method_not_allowed", allow=allow)
