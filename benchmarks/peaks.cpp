@@ -1,12 +1,12 @@
-// How many products a machine can make with AVX2: loops of nothing but the instructions that kernels need for them, on
-// registers alone, without reading or widening a number. It is what kernels of these instructions can come near to.
+// The peak rate of products with AVX2, an upper bound for kernels with the same instructions: the loops have only the
+// instructions that multiply and add registers, and neither load nor widen numbers.
 #include <omp.h>
 
 namespace {
 
 constexpr long TURNS = 1'000'000;
 
-// Each takes two registers of inputs and twelve of sums.
+// Each instruction sequence multiplies two input registers and adds to the i-th of twelve sums.
 #define EACH(f) f(0) f(1) f(2) f(3) f(4) f(5) f(6) f(7) f(8) f(9) f(10) f(11)
 #define FLOATS(i) "vfmadd231ps %%ymm14, %%ymm15, %%ymm" #i "\n"
 #define WORDS(i) "vpmaddwd %%ymm14, %%ymm15, %%ymm12\n vpaddd %%ymm12, %%ymm" #i ", %%ymm" #i "\n"
@@ -19,7 +19,7 @@ constexpr long TURNS = 1'000'000;
 
 }  // namespace
 
-// Products of floats (0), of int8 widened to words (1) or of int8 and int4 (2), in 256 bits; returns how many it made.
+// Multiplies floats (0), int8 widened to words (1), or int8 and int4 (2), in 256 bits; returns the number of products.
 extern "C" double multiply(int format, int num_threads) {
 #pragma omp parallel num_threads(num_threads)
   {

@@ -1,6 +1,7 @@
-// The kernels without Python, for processors that are only emulated here: products, attention and draws against plain
-// loops in double precision, and every row and query against itself alone. Prints what differs, then a line for each
-// part with a hash of all result bits, which other processors with the same arithmetic must print as well.
+// Tests the kernels without Python, so that they can run on emulated processors. Products, attention and draws are
+// compared with plain loops in double precision, and each row and query with its result when it is computed alone.
+// Differences are printed, then for each part a hash of all result bits, which is the same on all processors with the
+// same arithmetic.
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
@@ -131,7 +132,7 @@ static void check_products(Format format, const char* name) {
   printf("%s %016" PRIx64 "\n", name, hash.value);
 }
 
-// `attend_some` is the attention at hand, and `most` how far its results may be off.
+// Tests the attention function `attend_some`; `most` is the largest error of its results.
 template <typename T, typename Attend>
 static void check_attention(const char* name, Attend attend_some, double most) {
   constexpr int64_t head = 40, slots = 120, split = 37;
@@ -171,14 +172,14 @@ static void check_attention(const char* name, Attend attend_some, double most) {
       for (int64_t d = 0; d < head; d++) expect(std::abs(out[i * head + d] - sums[d] / total) < most, name, i, d);
     }
     hash.add(out.data(), out.size() * sizeof(float));
-    const std::vector<float> before = out;  // what only others see may be anything
+    const std::vector<float> before = out;  // of a key that only the last query sees the value may be NaN
     const T kept = values[path.slot(61) * head];
     memset(&values[path.slot(61) * head], 0xff, sizeof(T));
     attend_some(queries, path, keys.data(), values.data(), head, window, 0.158f, cap, scores);
     expect(!memcmp(before.data(), out.data(), 5 * head * sizeof(float)) && out[5 * head] != out[5 * head], "a poisoned value", window, 0);
     values[path.slot(61) * head] = kept;
   }
-  if (most < 1e-3) printf("%s %016" PRIx64 "\n", name, hash.value);  // what is rounded more is not the same everywhere
+  if (most < 1e-3) printf("%s %016" PRIx64 "\n", name, hash.value);  // with more rounding the bits depend on the processor
 }
 
 static void check_conversions() {  // every float16, its neighbours in float32, and the middle between it and the next
@@ -187,7 +188,7 @@ static void check_conversions() {  // every float16, its neighbours in float32, 
     float lanes[LANES] = {x};
     float16 narrowed[LANES];
     narrow(narrowed, load(lanes));
-    const bool both = x != x && as_float(narrowed[0]) != as_float(narrowed[0]);  // no number; which, nobody promises
+    const bool both = x != x && as_float(narrowed[0]) != as_float(narrowed[0]);  // NaN, whose bits are not specified
     int32_t bits;
     memcpy(&bits, &x, 4);
     expect(both || narrowed[0].bits == as_float16(x).bits, "narrowed to float16", bits, narrowed[0].bits);
@@ -272,7 +273,7 @@ static void check_routes() {
   printf("routes %016" PRIx64 "\n", hash.value);
 }
 
-// Laws with nothing but a temperature; the lists are the caller's.
+// A law with a temperature and no other transforms; the caller adds those.
 static RowLaw plain_law(uint64_t key, float temperature) {
   RowLaw law = {};
   law.key = key, law.root = 4 + key, law.temperature = temperature;
@@ -280,8 +281,8 @@ static RowLaw plain_law(uint64_t key, float temperature) {
   return law;
 }
 
-// Greedy draws against plain loops, with biases, bans, penalties for what the text and a node's path hold, and masks.
-// Draws with filters have a hash alone.
+// Compares greedy draws with plain loops, with biases, bans, masks, and penalties of tokens in the text and in a node's
+// path. Of draws with filters only the hash is printed.
 static void check_draws() {
   Hash hash;
   const int32_t fixed[] = {0, 3}, counted[] = {1, 2, 7}, times[] = {2, 0, 1};
@@ -289,7 +290,7 @@ static void check_draws() {
   const int64_t path[] = {2, 9};
   for (int64_t count : {12, 15, 16, 17, 1000}) {
     std::vector<float> logits(3 * count);
-    for (float& each : logits) each = static_cast<int>(number() * 8);  // with many equals, of which the first wins
+    for (float& each : logits) each = static_cast<int>(number() * 8);  // many are equal; the first of these wins
     std::vector<RowLaw> laws;
     for (uint64_t key : {1, 2, 3}) {
       RowLaw law = plain_law(key, 0);
@@ -310,13 +311,13 @@ static void check_draws() {
     for (int64_t i = 0; i < 3; i++) {
       std::vector<float> shaped(logits.begin() + i * count, logits.begin() + (i + 1) * count);
       shaped[0] = -INFINITY, shaped[3] += 1.5f;
-      std::vector<int> said(count), seen(count);
-      for (int j = 0; j < 3; j++) said[counted[j]] = times[j], seen[counted[j]] = 1;
+      std::vector<int> num_times(count), in_text(count);
+      for (int j = 0; j < 3; j++) num_times[counted[j]] = times[j], in_text[counted[j]] = 1;
       const int64_t begin = i == 2 ? 2 : 0;
-      for (int64_t j = begin; j < begin + places[3 + i]; j++) said[places[6 + j]]++, seen[places[6 + j]] = 1;
+      for (int64_t j = begin; j < begin + places[3 + i]; j++) num_times[places[6 + j]]++, in_text[places[6 + j]] = 1;
       for (int64_t j = 0; j < count; j++) {
-        if (seen[j]) shaped[j] = shaped[j] > 0 ? shaped[j] / 1.25f : shaped[j] * 1.25f;
-        if (said[j]) shaped[j] = shaped[j] - 0.5f * said[j] - 0.25f;
+        if (in_text[j]) shaped[j] = shaped[j] > 0 ? shaped[j] / 1.25f : shaped[j] * 1.25f;
+        if (num_times[j]) shaped[j] = shaped[j] - 0.5f * num_times[j] - 0.25f;
       }
       expect(chosen[i] == std::max_element(shaped.begin(), shaped.end()) - shaped.begin(), "greedy draw", count, i);
       for (int64_t j = 0; j < count; j++)

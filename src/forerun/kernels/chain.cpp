@@ -55,7 +55,7 @@ class Step {  // the inputs and outputs of one pass, and the state after the las
       : c(chains), e(chains.entry), x(most * c.hidden) {
     if (!e) return;
     joined_width = e->map ? 2 * c.hidden : padded(2 * c.hidden);
-    joined.resize(most * joined_width), own.resize(padded(c.hidden)), state.resize(padded(c.hidden));
+    joined.resize(most * joined_width), token_input.resize(padded(c.hidden)), state.resize(padded(c.hidden));
     states.resize(c.num_rows * c.hidden);
     if (c.before) memcpy(states.data(), c.before, states.size() * sizeof(float));
     if (e->map) mapped.resize(most * e->map->width);
@@ -63,17 +63,17 @@ class Step {  // the inputs and outputs of one pass, and the state after the las
 
   void take(int64_t i, int64_t token, int64_t row) { take(i, token, states.data() + row * c.hidden); }
 
-  void take(int64_t i, int64_t token, const float* beside) {
+  void take(int64_t i, int64_t token, const float* state_before) {
     float* const stream = x.data() + i * c.hidden;
     if (!e) return embed(c, token, stream);
-    embed(c, token, own.data());
-    copy(beside, state.data());
+    embed(c, token, token_input.data());
+    copy(state_before, state.data());
     copy(state.data(), stream);
-    if (e->token_norm) norm_row(own.data(), e->token_norm, c.norm_eps, c.hidden, own.data());
+    if (e->token_norm) norm_row(token_input.data(), e->token_norm, c.norm_eps, c.hidden, token_input.data());
     if (e->state_norm) norm_row(state.data(), e->state_norm, c.norm_eps, c.hidden, state.data());
     if (e->normed_stream) copy(state.data(), stream);
     float* const to = joined.data() + i * joined_width;
-    copy(own.data(), to + (e->state_first ? c.hidden : 0));
+    copy(token_input.data(), to + (e->state_first ? c.hidden : 0));
     copy(state.data(), to + (e->state_first ? 0 : c.hidden));
   }
 
@@ -94,9 +94,9 @@ class Step {  // the inputs and outputs of one pass, and the state after the las
     copy(stream, states.data() + row * c.hidden);
   }
 
-  void move(int64_t i, int64_t to) { memmove(x.data() + to * c.hidden, behind(i), c.hidden * sizeof(float)); }
+  void move(int64_t i, int64_t to) { memmove(x.data() + to * c.hidden, output(i), c.hidden * sizeof(float)); }
 
-  const float* behind(int64_t i) const { return x.data() + i * c.hidden; }
+  const float* output(int64_t i) const { return x.data() + i * c.hidden; }
 
  private:
   void copy(const float* from, float* to) const { memcpy(to, from, c.hidden * sizeof(float)); }
@@ -104,7 +104,7 @@ class Step {  // the inputs and outputs of one pass, and the state after the las
   const Chains& c;
   const Entry* const e;
   int64_t joined_width = 0;
-  std::vector<float> x, joined, mapped, states, own, state;  // `own` and `state` have zeros up to their padded width
+  std::vector<float> x, joined, mapped, states, token_input, state;  // the last two have zeros up to the padded width
 };
 
 }  // namespace forerun
@@ -119,11 +119,11 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
   const int64_t num_text = c.text_counts ? std::accumulate(c.text_counts, c.text_counts + c.num_rows, int64_t{0}) : 0;
   Step step(c, std::max(c.num_rows, num_text));
   std::vector<float> logits(c.num_rows * width), spread(c.head_ids ? c.num_rows * c.stride : 0, -INFINITY);
-  std::vector<int64_t> rows, chosen(c.num_rows), first_guesses, lengths, positions, slots, starts, order;
+  std::vector<int64_t> rows, chosen(c.num_rows), path_starts, lengths, positions, slots, starts, order;
   const std::vector<int64_t> whole(c.num_rows, int64_t{1} << 62), none(c.num_rows, 0);
   std::vector<float> shares(c.num_rows), reached(c.num_rows, 1.0f);
   std::vector<int64_t> undecided(c.num_rows);
-  const float* given = c.logits;
+  const float* last_logits = c.logits;
   int64_t stride = c.stride;
   std::fill(c.tokens, c.tokens + c.num_rows * c.depth, -1);
   const auto read = [&] {  // reads the sampled tokens; `order` maps them to rows
@@ -137,12 +137,12 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     forerun_forward(decoder, &pass);
   };
   const auto score = [&](int64_t count) {  // computes the logits after the states of the first `count` rows
-    forerun_multiply(c.head, step.behind(0), count, c.norm, c.norm_eps, logits.data(), frame->num_threads);
-    given = logits.data(), stride = width;
+    forerun_multiply(c.head, step.output(0), count, c.norm, c.norm_eps, logits.data(), frame->num_threads);
+    last_logits = logits.data(), stride = width;
     if (!c.head_ids) return;
     for (int64_t i = 0; i < count; i++)
       for (int64_t n = 0; n < c.head->outputs; n++) spread[i * c.stride + c.head_ids[n]] = logits[i * width + n];
-    given = spread.data(), stride = c.stride;
+    last_logits = spread.data(), stride = c.stride;
   };
   if (num_text) {
     for (int64_t row = 0, i = 0; row < c.num_rows; row++) {
@@ -159,19 +159,19 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
       last += c.text_counts[row];
       step.leave(last, row);
       step.move(last, row);
-      memcpy(c.roots + row * c.hidden, step.behind(row), c.hidden * sizeof(float));
+      memcpy(c.roots + row * c.hidden, step.output(row), c.hidden * sizeof(float));
     }
     score(c.num_rows);
   }
   for (int64_t row = 0; row < c.num_rows; row++)
     if (c.depths[row] > 0) rows.push_back(row);
   for (int64_t level = 0; !rows.empty(); level++) {
-    first_guesses.clear();
-    for (int64_t row : rows) first_guesses.push_back(row * c.depth);
+    path_starts.clear();
+    for (int64_t row : rows) path_starts.push_back(row * c.depth);
     lengths.assign(rows.size(), level);
     const int64_t count = rows.size();
-    const Nodes nodes = {c.laws, c.slack, given, stride, c.num_ids, count, rows.data(), lengths.data(),
-                         first_guesses.data(), c.tokens, {nullptr, 0}};
+    const Nodes nodes = {c.laws, c.slack, last_logits, stride, c.num_ids, count, rows.data(), lengths.data(),
+                         path_starts.data(), c.tokens, {nullptr, 0}};
     if (c.min_survival) offer_each(nodes, 1, chosen.data(), shares.data(), undecided.data(), frame->num_threads);
     else choose_each(nodes, chosen.data(), frame->num_threads);
     std::vector<int64_t> ahead;
@@ -196,7 +196,7 @@ extern "C" void forerun_chains(Decoder* decoder, const Chains* chains, const Pas
     if (rows.empty()) return;
     read();
     for (size_t i = 0; i < rows.size(); i++) {
-      if (c.states) memcpy(c.states + (rows[i] * c.depth + level) * c.hidden, step.behind(i), c.hidden * sizeof(float));
+      if (c.states) memcpy(c.states + (rows[i] * c.depth + level) * c.hidden, step.output(i), c.hidden * sizeof(float));
       step.leave(i, rows[i]);
     }
     score(rows.size());

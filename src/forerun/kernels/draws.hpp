@@ -4,17 +4,17 @@
 
 namespace forerun {
 
-// Nodes after which a token is sampled. Each has its own logits, its row of the round, and the path of draft tokens that
-// leads to it: `lengths` tokens of `guesses`, from `starts` on.
+// Nodes after which a token is sampled. Each has its own logits, its row of the round, and the path of draft tokens
+// that leads to it: `lengths` tokens of `draft_tokens`, from `starts` on.
 struct Nodes {
   const RowLaw* laws;  // by row of the round
   float slack;
   const float* logits;
   int64_t stride, num_ids, count;
-  const int64_t *rows, *lengths, *starts, *guesses;
+  const int64_t *rows, *lengths, *starts, *draft_tokens;
   Masks masks;
 
-  Law law(int64_t i) const { return {laws[rows[i]], {guesses + starts[i], lengths[i]}, slack, masks.of(i)}; }
+  Law law(int64_t i) const { return {laws[rows[i]], {draft_tokens + starts[i], lengths[i]}, slack, masks.of(i)}; }
 };
 
 // For each node the lowest id with the largest score, -1 if undecided.

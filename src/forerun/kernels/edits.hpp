@@ -28,11 +28,11 @@ inline float penalised(const RowLaw& row, float x, int32_t times) {
 }
 
 // Whether the answer up to a node ends with all tokens of a banned word except the last.
-inline bool completes(const RowLaw& row, const GuessPath& path, const int32_t* word, int64_t length) {
+inline bool completes(const RowLaw& row, const DraftPath& path, const int32_t* word, int64_t length) {
   for (int64_t back = 1; back < length; back++) {
-    const int64_t in_path = path.length - back, in_answer = row.num_said + in_path;
+    const int64_t in_path = path.length - back, in_answer = row.num_ending + in_path;
     if (in_answer < 0) return false;
-    const int64_t token = in_path >= 0 ? path.tokens[in_path] : row.said[in_answer];
+    const int64_t token = in_path >= 0 ? path.tokens[in_path] : row.ending[in_answer];
     if (token != word[length - 1 - back]) return false;
   }
   return true;
@@ -67,25 +67,25 @@ inline Ids ids_of(const std::vector<int32_t>& ids) { return {ids.data(), ids.dat
 inline std::vector<Edit> edits_of(const Law& law, const float* logits, int64_t count) {
   const RowLaw& row = law.row;
   const std::vector<int32_t> never = banned_at(law);
-  std::vector<int32_t> guessed;
-  if (row.penalises()) guessed.assign(law.path.tokens, law.path.tokens + law.path.length);
-  std::sort(guessed.begin(), guessed.end());
+  std::vector<int32_t> path_tokens;
+  if (row.penalises()) path_tokens.assign(law.path.tokens, law.path.tokens + law.path.length);
+  std::sort(path_tokens.begin(), path_tokens.end());
   Ids fixed = {row.fixed, row.fixed + row.num_fixed}, counted = {row.counted, row.counted + row.num_counted};
-  Ids banned = ids_of(never), drawn = ids_of(guessed);
+  Ids banned = ids_of(never), in_path = ids_of(path_tokens);
   std::vector<Edit> edits;
-  edits.reserve(row.num_fixed + row.num_counted + never.size() + guessed.size());
+  edits.reserve(row.num_fixed + row.num_counted + never.size() + path_tokens.size());
   while (true) {
-    const int32_t id = std::min(std::min(fixed.id(), counted.id()), std::min(banned.id(), drawn.id()));
+    const int32_t id = std::min(std::min(fixed.id(), counted.id()), std::min(banned.id(), in_path.id()));
     if (id >= count) return edits;
-    const float given = logits[id];
-    float x = given;
+    const float logit = logits[id];
+    float x = logit;
     const int64_t in_fixed = fixed.next - row.fixed, in_counted = counted.next - row.counted;
     if (fixed.take(id)) x = row.added[in_fixed] == LOWEST ? LOWEST : bounded(x + row.added[in_fixed], x);
     if (banned.take(id)) x = LOWEST;
     const bool in_text = counted.take(id);
-    const int32_t guesses = drawn.take(id);
-    if (in_text || guesses) x = penalised(row, x, guesses + (in_text ? row.times[in_counted] : 0));
-    edits.push_back({id, given == given ? x : given});
+    const int32_t times_in_path = in_path.take(id);
+    if (in_text || times_in_path) x = penalised(row, x, times_in_path + (in_text ? row.times[in_counted] : 0));
+    edits.push_back({id, logit == logit ? x : logit});
   }
 }
 

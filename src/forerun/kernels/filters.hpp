@@ -53,12 +53,12 @@ inline float keep_largest(Candidates& some, int64_t k) {
 // Collects the ids of values of at least `least`: at most the `top_k` largest and their equals; `also` gets all values.
 // False if a logit is NaN.
 template <typename Also>
-bool collect(const Shaped& node, const RowLaw& row, float least, Candidates& found, const Also& also) {
+bool collect(const Shaped& node, const RowLaw& row, float least, Candidates& collected, const Also& also) {
   const int64_t top_k = row.top_k < node.count ? row.top_k : 0;
   size_t most = top_k > 0 ? 2 * top_k + LANES : node.count + 1;
   Ints bad = {};
   Floats bound = all(least);
-  found.clear();
+  collected.clear();
   node.each(0, node.count, [&](Floats x, int64_t first) {
     x = x / row.temperature;
     bad |= x != x;
@@ -67,13 +67,13 @@ bool collect(const Shaped& node, const RowLaw& row, float least, Candidates& fou
     float lanes[LANES];
     store(lanes, x);
     for (int j = 0; j < LANES; j++)
-      if (lanes[j] >= least && lanes[j] > LOWEST) found.push_back({lanes[j], 0, static_cast<int32_t>(first + j)});
-    if (found.size() < most) return;
-    least = std::max(least, keep_largest(found, top_k));
+      if (lanes[j] >= least && lanes[j] > LOWEST) collected.push_back({lanes[j], 0, static_cast<int32_t>(first + j)});
+    if (collected.size() < most) return;
+    least = std::max(least, keep_largest(collected, top_k));
     bound = all(least);
-    most = 2 * found.size() + LANES;
+    most = 2 * collected.size() + LANES;
   });
-  if (top_k > 0) keep_largest(found, top_k);
+  if (top_k > 0) keep_largest(collected, top_k);
   return !any(bad);
 }
 

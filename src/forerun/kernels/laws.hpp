@@ -22,12 +22,12 @@ struct RowLaw {
   float top_p;            // infinite: off
   float repetition, frequency, presence;  // 1, 0 and 0: off
   int64_t ends_from;                      // the position from which `ends` may be sampled
-  int64_t num_fixed, num_ends, num_counted, num_words, num_said;
+  int64_t num_fixed, num_ends, num_counted, num_words, num_ending;
   const int32_t *fixed, *ends, *counted;
   const float* added;              // to the logits of `fixed`; -inf bans them
   const int32_t* times;            // occurrences of each of `counted` in the answer; all are in the text
   const int32_t *words, *lengths;  // banned words, concatenated, and their numbers of tokens
-  const int32_t* said;             // the answer's last tokens, as many as the longest word needs
+  const int32_t* ending;           // the last tokens of the answer, as many as the longest word needs
 
   bool noisy() const { return temperature > 0; }
   bool filters() const { return noisy() && (top_k > 0 || min_p > LOWEST || top_p < LARGEST); }
@@ -36,7 +36,7 @@ struct RowLaw {
 };
 
 // The draft tokens between a row's root and a node.
-struct GuessPath {
+struct DraftPath {
   const int64_t* tokens;
   int64_t length;
 };
@@ -53,13 +53,13 @@ struct Masks {
 // The law of a node. `slack` bounds the difference of the noise from torch's; `mask` is null without a grammar.
 struct Law {
   const RowLaw& row;
-  GuessPath path;
+  DraftPath path;
   float slack;
   const uint32_t* mask;
   int64_t position;
   uint64_t key;
 
-  Law(const RowLaw& row, const GuessPath& path, float slack, const uint32_t* mask)
+  Law(const RowLaw& row, const DraftPath& path, float slack, const uint32_t* mask)
       : row(row), path(path), slack(slack), mask(mask), position(row.root + 1 + path.length),
         key(absorbed(row.key, position)) {}
 

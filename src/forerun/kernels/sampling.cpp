@@ -37,15 +37,15 @@ struct Best {
   // The id of the best score; -1 if it is not finite, or if the law is noisy and two scores are within its margin.
   int64_t id(const Law& law) const {
     float best = LOWEST, other = LOWEST;
-    int32_t found = 0;
+    int32_t winner = 0;
     for (int j = 0; j < LANES; j++) {
       if (bad[j]) return -1;
-      const bool wins = score[j] > best || (score[j] == best && at[j] < found);
+      const bool wins = score[j] > best || (score[j] == best && at[j] < winner);
       other = std::max({other, second[j], wins ? best : score[j]});
-      if (wins) best = score[j], found = at[j];
+      if (wins) best = score[j], winner = at[j];
     }
     if (!(std::abs(best) <= LARGEST)) return -1;
-    return law.noisy() && best - other <= law.margin(best) ? -1 : found;
+    return law.noisy() && best - other <= law.margin(best) ? -1 : winner;
   }
 };
 
@@ -100,9 +100,9 @@ int64_t choose_filtered(const Shaped& node, const Law& law) {
   if (!filter(node, law, f)) return -1;
   Best best;
   each_score(f.left, law, [&](Floats x, Ints ids) { best.take(x, ids); });
-  const int64_t found = best.id(law);
+  const int64_t winner = best.id(law);
   for (const Candidate& c : f.left)
-    if (c.id == found) return f.certain(c.value) ? found : -1;
+    if (c.id == winner) return f.certain(c.value) ? winner : -1;
   return -1;
 }
 
@@ -198,8 +198,8 @@ bool offer(const Law& law, const float* logits, int64_t num_ids, int64_t width, 
 }
 
 void choose_each(const Nodes& n, int64_t* chosen, int64_t num_threads) {
-  share(n.count, n.count * n.num_ids, n.num_ids, num_threads, [&](int64_t i, int64_t own_threads) {
-    chosen[i] = choose(n.law(i), n.logits + i * n.stride, n.num_ids, own_threads);
+  share(n.count, n.count * n.num_ids, n.num_ids, num_threads, [&](int64_t i, int64_t task_threads) {
+    chosen[i] = choose(n.law(i), n.logits + i * n.stride, n.num_ids, task_threads);
   });
 }
 
@@ -223,7 +223,7 @@ std::vector<int64_t> starts_of(const int64_t* lengths, int64_t count) {
 // False if a value is NaN, or too few are above -inf.
 bool rank(const float* values, int64_t count, int64_t token, int64_t top, int64_t* before, int64_t* ids) {
   Ranked ranked(top);
-  const Floats own = all(values[token]);
+  const Floats picked_value = all(values[token]);
   const Ints picked = Ints{} + static_cast<int32_t>(token);
   Ints at = counted(0), ahead = {}, bad = {};
   for (int64_t i = 0; i < count; i += LANES, at += LANES) {
@@ -231,7 +231,7 @@ bool rank(const float* values, int64_t count, int64_t token, int64_t top, int64_
     for (int64_t j = i; j < i + LANES && i + LANES > count; j++) rest[j - i] = j < count ? values[j] : LOWEST;
     const Floats x = load(i + LANES <= count ? values + i : rest);
     bad |= x != x;
-    ahead -= (x > own) | ((x == own) & (at < picked));
+    ahead -= (x > picked_value) | ((x == picked_value) & (at < picked));
     if (top > 0) ranked.take(x, at);
   }
   *before = 0;
@@ -290,26 +290,26 @@ int64_t forerun_judge(const RowLaw* laws, float slack, const float* logits, int6
   for (int64_t i = 0; i < batch * columns; i++) place[i + 1] = place[i] + (tokens[i] >= 0);
   if (place.back() != count) return -1;
   std::vector<int64_t> undecided(batch);
-  share(batch, count * num_ids, num_ids, num_threads, [&](int64_t b, int64_t own_threads) {
-    const int64_t *const guess = tokens + b * columns, *const above = parents + b * columns;
+  share(batch, count * num_ids, num_ids, num_threads, [&](int64_t b, int64_t task_threads) {
+    const int64_t *const draft_tokens = tokens + b * columns, *const above = parents + b * columns;
     int64_t *const result = verdict + b * (depth + 3), *const path = result + 2, node = 0, length = 0;
-    std::vector<int64_t> guesses;
+    std::vector<int64_t> path_tokens;
     path[0] = 0;
     while (true) {
-      int64_t& said = drawn[b * columns + node];
-      const int64_t own = place[b * columns + node];
-      if (said == UNKNOWN) {
-        const Law law(laws[b], {guesses.data(), length}, slack, allowed.of(own));
-        said = choose(law, logits + own * stride, num_ids, own_threads);
-        if (said < 0) said = UNDECIDED;
+      int64_t& sampled = drawn[b * columns + node];
+      const int64_t at = place[b * columns + node];
+      if (sampled == UNKNOWN) {
+        const Law law(laws[b], {path_tokens.data(), length}, slack, allowed.of(at));
+        sampled = choose(law, logits + at * stride, num_ids, task_threads);
+        if (sampled < 0) sampled = UNDECIDED;
       }
       int64_t next = node + 1;
-      while (next < columns && !(above[next] == node && guess[next] == said)) next++;
-      undecided[b] = said == UNDECIDED;
+      while (next < columns && !(above[next] == node && draft_tokens[next] == sampled)) next++;
+      undecided[b] = sampled == UNDECIDED;
       result[0] = length;
-      result[1] = said;
-      if (said < 0 || length == depth || next == columns) break;
-      guesses.push_back(said);
+      result[1] = sampled;
+      if (sampled < 0 || length == depth || next == columns) break;
+      path_tokens.push_back(sampled);
       path[++length] = node = next;
     }
     for (int64_t i = length + 1; i <= depth; i++) path[i] = -1;

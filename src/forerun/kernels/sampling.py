@@ -35,15 +35,15 @@ class CRowLaw(Structure):
         ("key", c_uint64),
         *((name, c_int64) for name in ("root", "torch_decides", "top_k")),
         *((name, c_float) for name in ("temperature", "min_p", "top_p", "repetition", "frequency", "presence")),
-        *((name, c_int64) for name in ("ends_from", "num_fixed", "num_ends", "num_counted", "num_words", "num_said")),
-        *((name, c_void_p) for name in ("fixed", "ends", "counted", "added", "times", "words", "lengths", "said")),
+        *((name, c_int64) for name in ("ends_from", "num_fixed", "num_ends", "num_counted", "num_words", "num_ending")),
+        *((name, c_void_p) for name in ("fixed", "ends", "counted", "added", "times", "words", "lengths", "ending")),
     ]
 
     def point_to(self, tables: Mapping[str, array[int] | array[float]]) -> None:
         """Set the pointers to these lists, which the caller keeps alive, and the numbers of their items."""
         for name, table in tables.items():
             setattr(self, name, address(table))
-        for name in ("fixed", "ends", "counted", "said"):
+        for name in ("fixed", "ends", "counted", "ending"):
             setattr(self, f"num_{name}", len(tables[name]))
         self.num_words = len(tables["lengths"])
 

@@ -116,5 +116,5 @@ class TextEdits:
             "times": none if self.counts is None else self.counts.times,
             "words": self.words,
             "lengths": self.lengths,
-            "said": array("i", ending),
+            "ending": array("i", ending),
         }
