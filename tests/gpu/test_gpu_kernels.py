@@ -16,7 +16,7 @@ from models.kernel_laws import (
     check_experts,
     check_norms,
     check_rotation,
-    check_rows_are_strangers,
+    check_rows_are_independent,
     check_tiles_of_experts,
     random_case,
     scattered,
@@ -53,7 +53,7 @@ def test_attention_is_that_of_torch(ops: TritonOps, seed: int, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
 def test_attention_of_a_tree_node_has_the_bits_of_plain_decoding(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
-    check_rows_are_strangers(ops, random_case(seed, dtype=dtype, device="cuda", **SHAPES[seed]))
+    check_rows_are_independent(ops, random_case(seed, dtype=dtype, device="cuda", **SHAPES[seed]))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)

@@ -1,9 +1,9 @@
-"""Compiles every kernel as it is launched, for cards that are not here: compile_kernels.py [--all] [ARCHITECTURE ...]
+"""Compiles every kernel as it is launched, for GPUs that are not here: compile_kernels.py [--all] [ARCHITECTURE ...]
 
 The operations are called with tensors without memory, and each launch is compiled to machine code instead, with its
-warps and stages and what is known of its arguments. Of the machine code is asked that no registers spill (of attention:
-in no innermost loop), and that a program's shared memory fits. A program of its own, since the interpreter takes the
-kernels' place in a process where it is switched on. `--all` has every number format and head; without it, bfloat16 at
+warps, stages and specialised arguments. The machine code must not spill registers (attention: in no innermost loop) and
+a program's shared memory must fit. This is a separate program, since the interpreter replaces the kernels in a process
+where it is switched on. `--all` has every number format and head; without it, bfloat16 at
 the shape of Llama 3 8B.
 """
 
@@ -66,7 +66,7 @@ SPILLS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as machine code."""
+    """The machine code of one launch."""
 
     kernel: str
     case: str
@@ -78,14 +78,14 @@ class Launch:
 
     @property
     def exception(self) -> tuple[int, str]:
-        """The bytes that it may spill, and the reason."""
+        """The bytes that this launch may spill, and the reason."""
         named = (why for (kernel, case), why in SPILLS.items() if kernel == self.kernel and self.case.startswith(case))
         return next(named, (0, ""))
 
     def __str__(self) -> str:
         bytes_, why = self.exception
         spills = self.spilled_bytes > bytes_ or (self.spilled_within > 0 and why.startswith(OUTSIDE))
-        spills &= self.architecture != MI300  # where it is slow, and nobody has tuned it
+        spills &= self.architecture != MI300  # which is slow there and not tuned yet
         wrong = spills, self.shared_bytes > ALL_SHARED[self.architecture]
         return (
             f"{'WRONG' if any(wrong) else 'fine'}: sm_{self.architecture} {self.kernel}, {self.case}: {self.registers} "
@@ -96,7 +96,7 @@ class Launch:
 
 
 class NoCard:
-    """Stands for Triton's driver; a device's number is its architecture."""
+    """Takes the place of Triton's driver; a device's number is its architecture."""
 
     architecture = 90
 
@@ -112,7 +112,7 @@ class NoCard:
 
 
 class Compiling:
-    """Stands for a module of kernels: a launch compiles, and is remembered under the case that is set."""
+    """Takes the place of a module of kernels: a launch compiles, and is stored under the current case."""
 
     case = ""
     made: ClassVar[dict[tuple[str, str], Any]] = {}
@@ -127,7 +127,7 @@ class Compiling:
 
 @dataclass(frozen=True)
 class At:
-    """Stands for a kernel: a launch on any grid compiles."""
+    """Takes the place of a kernel: a launch on any grid compiles."""
 
     function: Any
 
@@ -184,7 +184,7 @@ def row_work(kernels: Compiling, dtype: torch.dtype, hidden: int, inner: int, he
 
 
 def products(kernels: Compiling, dtype: torch.dtype) -> None:
-    """One matrix product in every tile that it may have."""
+    """One matrix product with every tile size."""
     for tile, biased in product((SMALLEST, *TILES) if dtype == torch.bfloat16 else (SMALLEST,), (False, True)):
         Compiling.case = f"{dtype}, {tile}" + ", bias" * biased
         bias = meta(4096, dtype=dtype) if biased else None
@@ -192,7 +192,7 @@ def products(kernels: Compiling, dtype: torch.dtype) -> None:
 
 
 def experts_in_groups(weight: PackedGroups, dtype: torch.dtype) -> None:
-    """Products of 128 experts with weights such as these, of as many outputs as make all numbers of slices."""
+    """Products of 128 experts with such weights, with several numbers of outputs for all numbers of slices."""
     for outputs, rows in product((4096, 1 << 17), (16,) if dtype == torch.float32 else (16, 32)):
         numbers, scales = (
             meta(128, len(each), outputs, each.shape[2], dtype=each.dtype) for each in (weight.numbers, weight.scales)
@@ -206,7 +206,7 @@ def experts_in_groups(weight: PackedGroups, dtype: torch.dtype) -> None:
 
 
 def grouped_products(dtype: torch.dtype) -> None:
-    """Weights in groups, of every kind: multiplied, those of experts too, and unpacked."""
+    """Weights in groups of every kind: products, products of experts, and unpacking."""
     for kind, (size, groups_, least) in GROUPS.items():
         chunk, halves = (size, 1) if kind in ("INT8", "E4M3") else (32, 2)
         scales = meta(groups_ // halves or 1, 4096, halves, dtype=torch.float16 if halves == 2 else torch.float32)
@@ -248,7 +248,7 @@ def unasked(x: torch.Tensor) -> torch.Tensor:
 
 
 def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
-    """What is launched on a card of this kind, compiled; raises AssertionError for a fused product and sum."""
+    """All launches on a GPU of this kind, compiled; raises AssertionError for a fused product and sum."""
     NoCard.architecture, kernels = architecture, Compiling()
     Compiling.made = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float16) if everything else (torch.bfloat16,):
@@ -270,16 +270,16 @@ def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
             if name in WITHOUT_PRODUCTS:
                 assert not FUSED.search(made.asm["ptx"]), f"{name}, {case}: a product and a sum were made one"
         for (name, case), file in files.items():
-            said = subprocess.run([READER, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-            registers, spilled = map(int, USAGE.findall(said)[0])
+            usage = subprocess.run([READER, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+            registers, spilled = map(int, USAGE.findall(usage)[0])
             shared, within = kernels.made[name, case].metadata.shared, spills_in_loops(file) if spilled else 0
             yield Launch(name, case, architecture, registers, spilled, shared, within)
 
 
 def spills_in_loops(file: Path) -> int:
-    """How many instructions of innermost loops store spilled registers or load them."""
-    said = subprocess.run([READER, "-sass", file], capture_output=True, text=True, check=True).stdout
-    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", said)]
+    """The number of instructions in innermost loops that store or load spilled registers."""
+    assembly = subprocess.run([READER, "-sass", file], capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", assembly)]
     jumps = [(at, int(to.group(1), 16)) for at, what in code if (to := re.search(r"BRA\b.* 0x([0-9a-f]+)", what))]
     loops = [range(to, at + 1) for at, to in jumps if to < at]
     inner = [loop for loop in loops if not any(other != loop and other[0] in loop for other in loops)]

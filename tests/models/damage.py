@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint: any key of any type, files cut short, folders in their place, strange bytes."""
+"""Damage to the files of a checkpoint: values of any type, truncated files, folders in place of files, random bytes."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ for _ in range(60):
 ABSENT = object()
 LONGEST_S = 120.0  # processor time, far more than any case takes
 LONGEST_MESSAGE = 1500
-VALUES: dict[str, Any] = {  # what may stand under a key, by a name for the test
+VALUES: dict[str, Any] = {  # values for a key, by a name for the test
     "absent": ABSENT,
     "null": None,
     "true": True,
@@ -44,7 +44,7 @@ VALUES: dict[str, Any] = {  # what may stand under a key, by a name for the test
     "object": {},
     "text object": {"content": 5, "type": "strange", "0": {"content": []}},
 }
-TEXTS: dict[str, bytes] = {  # what may stand in the place of a JSON file
+TEXTS: dict[str, bytes] = {  # contents in place of a JSON file
     "empty": b"",
     "cut": b'{"a": [1, 2',
     "utf-8": b'{"a": "\xff\xfe"}',
@@ -79,7 +79,7 @@ class Place:
 
 
 def places(document: Any, depth: int, path: tuple[str | int, ...] = ()) -> Iterator[Place]:
-    """Every value of a document down to some depth; of lists the first and the last."""
+    """Every value of a document down to `depth`; of lists only the first and the last."""
     if not depth:
         return
     if isinstance(document, dict):
@@ -95,7 +95,7 @@ def places(document: Any, depth: int, path: tuple[str | int, ...] = ()) -> Itera
 
 
 def judged(work: Callable[[], object], kind: type[ModelError] = ModelError) -> ModelError | None:
-    """The error of this kind that the work raises, which a user can read; None where it has none, and never another."""
+    """The readable error of this kind that the work raises, or None; asserts that it raises no other error."""
     begin, error = time.process_time(), None
     try:
         work()

@@ -1,4 +1,4 @@
-"""What products of weights in groups must be, for any device: in Triton's interpreter on a CPU, and on a GPU."""
+"""Laws of products of weights in groups, for any device: in Triton's interpreter on a CPU, and on a GPU."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ FORMS = [
 
 
 def random_groups(kind: str, inputs: int, size: int, has_least: bool, seed: int = 0) -> GroupedWeight:
-    """Every number that the kind has, with scales that float16 does not all have."""
+    """Every number of the kind, with scales some of which float16 cannot represent."""
     noise = torch.Generator().manual_seed(inputs + size + 1000 * seed)
     low, high = {"INT4": (-8, 8), "UINT4": (0, 16)}.get(kind, (-128, 128))
     numbers = torch.randint(low, high, (OUTPUTS, inputs), generator=noise).to(torch.int8)
@@ -46,7 +46,7 @@ def rows_of(count: int, inputs: int) -> Tensor:
 
 
 def check_numbers(form: tuple[str, int, int, bool], device: str) -> None:
-    """Unpacked they are what they stand for, to the bit; and so they are multiplied: by rows with one number each."""
+    """Unpacked numbers are those of the format to the bit, and so are products with rows that have one number each."""
     weight = random_groups(*form)
     packed = PackedGroups.of(weight, torch.device(device))
     assert packed.kind == form[0]
@@ -60,7 +60,7 @@ def check_numbers(form: tuple[str, int, int, bool], device: str) -> None:
 
 
 def check_products(form: tuple[str, int, int, bool], biased: bool, device: str, dtype: torch.dtype) -> None:
-    """A product is that of the weights, up to rounding, and its rows are strangers, in tiles of any size."""
+    """A product is that of the weights up to rounding, and its rows are independent, in tiles of any size."""
     weight, noise = random_groups(*form), torch.Generator().manual_seed(1)
     bias = torch.randn(OUTPUTS, generator=noise).to(device, dtype) if biased else None
     layer = GroupLinear(PackedGroups.of(weight, torch.device(device)), bias, unpacks=False)

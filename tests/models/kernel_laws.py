@@ -1,6 +1,6 @@
-"""What the kernels must compute, for any device: on a CPU they run in Triton's interpreter, on a GPU as they are.
+"""Laws of the kernels for any device: on a CPU they run in Triton's interpreter, on a GPU compiled.
 
-Each law is a function of the operations under test; references are by definition, row by row.
+Each law is a function of the operations under test; references follow the definition, row by row.
 """
 
 import random
@@ -101,7 +101,7 @@ def random_case(
 
 
 def scattered(case: Case, seed: int) -> Case:
-    """The same with blocks in any order: each tile's table is a permutation instead of a run."""
+    """The case with blocks in any order: each tile's table is a permutation instead of a run."""
     size = case.where.block_size
     num_blocks = case.keys.shape[1] // size
     new = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -143,8 +143,8 @@ def check_attention(ops: Ops, case: Case, tolerance: float) -> None:
     assert (found - wanted).abs().max() <= tolerance
 
 
-def check_rows_are_strangers(ops: Ops, case: Case) -> None:
-    """A row has the same bits alone, as a token that plain decoding reads behind its own path, as in company."""
+def check_rows_are_independent(ops: Ops, case: Case) -> None:
+    """A row has the same bits in a batch and alone, as a token that plain decoding reads after its path."""
     together = case.attended(ops)
     size = case.where.block_size
     for i, chain in enumerate(case.chains):
@@ -163,7 +163,7 @@ def check_rows_are_strangers(ops: Ops, case: Case) -> None:
 
 
 def check_norms(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Sums and norms, of the stream and of what is added, are their definitions in float64, and rows are strangers."""
+    """Sums and norms of the stream and its additions follow their definitions in float64, and rows are independent."""
     noise = torch.Generator().manual_seed(3)
     rows, hidden = 5, 96
 

@@ -1,4 +1,4 @@
-"""Rounds to be judged, at random: trees, laws of few likely tokens, and rows without a law."""
+"""Random rounds for verification: trees, laws with few likely tokens, and rows without a law."""
 
 import random
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def random_tree(dice: random.Random, width: int) -> HostTree:
 
 
 def filtered_rows(dice: random.Random, roots: Sequence[int]) -> list[RowSampling]:
-    """Rows of which some ask for some of the transforms: in each round another choice of them."""
+    """Rows with a random choice of sampling parameters, other ones in each round."""
     kinds = [name for name in NEUTRAL if dice.random() < dice.choice([0.2, 0.5, 0.8])]
     words, grammars = dice.random() < 0.3, dice.random() < 0.3
     rows = []
@@ -50,7 +50,7 @@ def filtered_rows(dice: random.Random, roots: Sequence[int]) -> list[RowSampling
 def round_of(
     dice: random.Random, width: int, batch: int, num_ids: int = VOCAB, device: str = "cpu", filtered: bool = False
 ) -> tuple[Draws, DraftTree, torch.Tensor]:
-    """A round of few likely tokens, so that many guesses are right; now and then a row without a law."""
+    """A round with few likely tokens, so that many draft tokens are accepted; now and then a row without a law."""
     hosts = [random_tree(dice, width) for _ in range(batch)]
     rows = filtered_rows(dice, [host.tokens[0] for host in hosts]) if filtered else []
     for i, host in enumerate(hosts[len(rows) :]):

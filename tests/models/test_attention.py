@@ -1,4 +1,4 @@
-"""Attention: right, and a query's bits are its own; where a padding does not achieve that, another is chosen."""
+"""Attention: right, and a query's bits do not depend on others; the padding is chosen to achieve that."""
 
 import math
 import random
@@ -35,7 +35,7 @@ def read(q: Tensor, k: Tensor, v: Tensor, first: int, count: int, rule: QueryRul
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("probe", [cancelling_scores, cancelling_values])
-def test_a_query_keeps_its_bits_in_any_company(
+def test_the_bits_of_a_query_do_not_depend_on_other_queries(
     probe, shape: tuple[int, int, int], dtype: torch.dtype, cap: float | None
 ) -> None:
     q, k, v = probe(NUM_KEYS, *shape, NUM_KEYS, dtype)
@@ -49,7 +49,7 @@ def test_a_query_keeps_its_bits_in_any_company(
 
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("rule", [QueryRule(4), QueryRule(8), QueryRule(8, 8)])
-def test_attention_is_the_weighted_sum_of_what_is_seen(rule: QueryRule, cap: float | None) -> None:
+def test_attention_is_the_weighted_sum_of_visible_values(rule: QueryRule, cap: float | None) -> None:
     dice, heads, kv_heads, head_dim, count = torch.Generator().manual_seed(0), 6, 2, 16, 21
     q, k, v = (torch.randn(n, m, head_dim, generator=dice) for n, m in ((count, heads), (kv_heads, 60), (kv_heads, 60)))
     paths = make_paths(list(range(count)), list(range(30, 30 + count)), 0, rule)

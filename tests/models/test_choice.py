@@ -1,4 +1,4 @@
-"""What computes a model is chosen by the times of its layers: the fastest that can be trusted, and the same again."""
+"""A model's backend is chosen by the times of its layers: the fastest trusted one, and the same at each start."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def config() -> ModelConfig:
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_the_first_stays_unless_another_that_is_trusted_is_clearly_faster(trusted: bool) -> None:
+def test_the_first_backend_is_kept_unless_a_trusted_one_is_clearly_faster(trusted: bool) -> None:
     """Of every order of four times that are far apart, and of two that are close."""
     for order in itertools.permutations([1.0, 2.0, 4.0, 8.0]):
         times = dict(zip(BACKENDS, order, strict=True))
@@ -58,13 +58,13 @@ def test_the_first_stays_unless_another_that_is_trusted_is_clearly_faster(truste
 def test_times_are_measured_once_for_every_layer(
     cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And said to be; what was measured decides again, and a damaged file is measured anew."""
-    said: list[str] = []
+    """Progress is reported; stored times are used again, and a damaged file is measured again."""
+    progress: list[str] = []
     dtypes = candidate_dtypes("auto", config)
-    first = choose_backend("auto", dtypes, None, config, lambda what, done: said.append(f"{what} {0 <= done <= 1}"))
+    first = choose_backend("auto", dtypes, None, config, lambda what, done: progress.append(f"{what} {0 <= done <= 1}"))
     assert first.advantage is not None
-    assert set(said) == {"measuring kernels, once on this machine True"}
-    assert len(choice.read_times()) >= 2 * len(said)
+    assert set(progress) == {"measuring kernels, once on this machine True"}
+    assert len(choice.read_times()) >= 2 * len(progress)
     monkeypatch.setattr(choice, "measure", lambda *_: pytest.fail("measured a second time"))
     assert choose_backend("auto", dtypes, None, config) == first
     assert "times as fast as" in str(first)
@@ -79,7 +79,7 @@ def test_times_are_measured_once_for_every_layer(
 
 @NATIVE
 @pytest.mark.parametrize("by", ["native", "torch"])
-def test_a_faster_backend_is_what_loads(by: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_backend_is_loaded(by: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever that is: the blueprint, the decoder and the fingerprint are of it, and drafts may differ from it."""
     monkeypatch.setattr(choice, "measure", lambda found, *_: {b: [0.1 if b.kernels == by else 1.0] * 4 for b in found})
     monkeypatch.setattr(choice, "is_packed", lambda *_: True)
@@ -92,7 +92,7 @@ def test_a_faster_backend_is_what_loads(by: str, cache: Path, monkeypatch: pytes
 
 
 @NATIVE
-def test_what_was_asked_for_is_not_measured(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_choice_is_not_measured(cache: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "measure", lambda *_: pytest.fail("measured"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert choose_backend("native", (dtype,), None, config) == BackendChoice(BackendKind("native", dtype))
@@ -134,7 +134,7 @@ def test_torch_computes_in_16_bits_where_it_has_packed_operators(
 
 
 @NATIVE
-def test_a_format_is_measured_only_where_torch_has_operators_for_it(cache: Path, config: ModelConfig) -> None:
+def test_a_format_is_measured_only_if_torch_has_operators_for_it(cache: Path, config: ModelConfig) -> None:
     """Packing bfloat16 raises on AVX2. Of whole numbers the kernels are always faster."""
     found = choose_backend("auto", [torch.bfloat16], None, config)
     assert found.other is None or choice.has_bfloat16_linears()
@@ -143,7 +143,7 @@ def test_a_format_is_measured_only_where_torch_has_operators_for_it(cache: Path,
         assert kept == BackendChoice(BackendKind("native", torch.float32))
 
 
-def test_packed_bfloat16_linears_run_where_they_are_said_to() -> None:
+def test_packed_bfloat16_linears_run_if_torch_claims_to_have_them() -> None:
     if not choice.has_bfloat16_linears():
         pytest.skip("this CPU or build of torch has none")
     weight = torch.ones(32, 32, dtype=torch.bfloat16)
@@ -153,14 +153,14 @@ def test_packed_bfloat16_linears_run_where_they_are_said_to() -> None:
 
 
 @pytest.mark.parametrize("name", ["stdlib", "stdlib-draft"])
-def test_the_layers_are_all_that_a_pass_multiplies(name: str) -> None:
+def test_the_timed_layers_are_all_linear_layers_of_a_pass(name: str) -> None:
     blueprint = Blueprint.of(name)
     weights = sum(math.prod(shape) * count for shape, count in products(blueprint.config).items())
     others = (2 * blueprint.config.layers + 1) * blueprint.config.hidden
     assert 0 <= blueprint.pass_bytes // blueprint.dtype.itemsize - weights <= 2 * others
 
 
-def test_a_folder_without_room_is_warned_of(
+def test_a_full_cache_folder_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

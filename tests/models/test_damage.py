@@ -130,7 +130,7 @@ def open_all(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_file_of_anything_else_is_named(folder: Path, name: str, text: str) -> None:
+def test_a_file_with_other_content_is_named_in_the_error(folder: Path, name: str, text: str) -> None:
     (folder / name).write_bytes(TEXTS[text])
     error = judged(lambda: open_all(folder))
     if text == "deep and whole" and name == "generation_config.json":
@@ -140,7 +140,7 @@ def test_a_file_of_anything_else_is_named(folder: Path, name: str, text: str) ->
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", INDEX])
-def test_a_folder_in_the_place_of_a_file_is_named(folder: Path, name: str) -> None:
+def test_a_folder_in_place_of_a_file_is_named_in_the_error(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     if name == INDEX:
         (folder / "model.safetensors").unlink()
@@ -149,7 +149,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(folder: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", INDEX])
-def test_a_file_that_may_not_be_read_is_named(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_named_in_the_error(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For root every file is readable: the system's answer is put in its place."""
     if name == INDEX:
         (folder / "model.safetensors").rename(folder / "1.safetensors")

@@ -1,4 +1,4 @@
-"""Experts: a token's bits are its own whatever others choose; routes, names of tensors, damage, memory, counts."""
+"""Experts: a token's bits do not depend on other tokens' experts; routes, tensor names, damage, memory, counts."""
 
 import json
 import math
@@ -67,7 +67,7 @@ COMPANY = [
 
 @pytest.mark.short("qwen3_moe-native-float32-None", "gpt_oss-torch-bfloat16-None")
 @pytest.mark.parametrize(("family", "choice", "dtype", "quantize"), COMPANY)
-def test_a_row_has_bits_of_its_own(
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(
     folders: dict[str, Path], family: str, choice: KernelChoice, dtype: str, quantize: Quantization | None
 ) -> None:
     assert bits_of_any_reading(load(folders[family], choice, dtype, quantize), text(LENGTH)).std() > 1.5
@@ -76,7 +76,7 @@ def test_a_row_has_bits_of_its_own(
 @pytest.mark.short("qwen3_moe-*'int8'*")
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_are_near_torchs_operators(
+def test_kernels_are_close_to_torchs_operators(
     folders: dict[str, Path], family: str, numbers: tuple[str, Quantization | None]
 ) -> None:
     """In float32 everywhere; in other formats where both choose the same experts, as they do for most tokens."""
@@ -94,7 +94,7 @@ def test_kernels_are_near_torchs_operators(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("numbers", FORMATS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_also_by_kernels_for_lesser_processors(
+def test_the_bits_of_a_row_do_not_depend_on_other_rows_with_older_instruction_sets(
     folders: dict[str, Path],
     family: str,
     numbers: tuple[str, Quantization | None],
@@ -111,7 +111,7 @@ def test_also_by_kernels_for_lesser_processors(
 
 @pytest.mark.short("mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_passes_that_grow_by_a_token_find_room(folders: dict[str, Path], family: str) -> None:
+def test_passes_that_grow_by_a_token_fit_into_scratch_memory(folders: dict[str, Path], family: str) -> None:
     """Scratch memory is made for more tokens than the pass at hand has, and for as many pairs as these could have."""
     runner, tokens = load(folders[family], "native"), text(LENGTH)
     whole = logits_in_pieces(load(folders[family], "native"), tokens, [LENGTH])
@@ -141,7 +141,7 @@ def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
 
 @pytest.mark.short("qwen3_moe")
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
-def test_experts_in_one_tensor_are_the_same_experts(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
+def test_experts_stored_in_one_tensor_compute_the_same(folders: dict[str, Path], family: str, tmp_path: Path) -> None:
     folder = write_sparse(tmp_path / family, family)
     save_file(in_stacks(folder, family), folder / "model.safetensors")
     blueprint = Blueprint.of(str(folder), kernels="torch")
@@ -166,7 +166,7 @@ def test_equal_logits_go_to_the_lowest_numbers() -> None:
 
 
 @pytest.mark.parametrize("choice", ["native", "torch"])
-def test_equal_experts_are_told_apart_by_their_numbers(tmp_path: Path, choice: KernelChoice) -> None:
+def test_equal_experts_are_chosen_by_lowest_number(tmp_path: Path, choice: KernelChoice) -> None:
     """A router of zeros chooses the first experts: the others may be anything."""
     folder = write_sparse(tmp_path / "model", "mixtral")
     tensors = load_file(folder / "model.safetensors")
@@ -181,7 +181,7 @@ def test_equal_experts_are_told_apart_by_their_numbers(tmp_path: Path, choice: K
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_not_a_number_is_seen_in_its_own_row(folders: dict[str, Path], family: str) -> None:
+def test_nan_affects_its_own_row_only(folders: dict[str, Path], family: str) -> None:
     runner = load(folders[family], "native")
     clean = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     spoilt = clean.clone()
@@ -197,7 +197,7 @@ def test_not_a_number_is_seen_in_its_own_row(folders: dict[str, Path], family: s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_memory_is_planned_for_all_experts_and_a_pass_reads_some(folders: dict[str, Path], family: str) -> None:
+def test_memory_is_planned_for_all_experts_although_a_pass_reads_some(folders: dict[str, Path], family: str) -> None:
     blueprint = Blueprint.of(str(folders[family]), dtype="float32")
     tensors = load_file(folders[family] / "model.safetensors")
     e, tied = blueprint.config.experts, blueprint.config.tied

@@ -280,7 +280,7 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
 
 
 def ablated(config: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
-    """The configuration with these changes, those of `experts` among what is said of them."""
+    """The configuration with these changes; those under `experts` change the configuration of experts."""
     if "experts" in changes:
         assert config.experts is not None
         return replace(config, experts=replace(config.experts, **changes["experts"]))
@@ -288,7 +288,7 @@ def ablated(config: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
 
 
 def our_logits(blueprint: Blueprint, tokens: list[int], chunks: list[int]) -> Tensor:
-    """The logits of a text read in pieces, by a runner of its own."""
+    """The logits of a text read in pieces, by a fresh runner."""
     return logits_in_pieces(blueprint.load(num_tokens=2 * LENGTH), tokens, chunks)
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer that cannot be a model's is refused, an unlikely one warned of; what real checkpoints do is neither."""
+"""A tokenizer that cannot be a model's is refused, an unlikely one gives a warning; those of real checkpoints pass."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from kit.checkpoints import TARGET
 
 
 def with_ids(num_ordinary: int, num_added: int = 0) -> Tokenizer:
-    """A tokenizer of so many words, and of tokens that were added behind them."""
+    """A tokenizer of `num_ordinary` words and `num_added` added tokens after them."""
     words = {f"w{i}": i for i in range(num_ordinary)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     backend.add_special_tokens([f"<added {i}>" for i in range(num_added)])
@@ -35,7 +35,7 @@ def with_ids(num_ordinary: int, num_added: int = 0) -> Tokenizer:
         (500, 12, 512),
     ],
 )
-def test_what_real_checkpoints_do_is_fine(
+def test_sizes_of_real_checkpoints_are_accepted_without_a_warning(
     ordinary: int, added: int, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = replace(read_config(TARGET), vocab_size=rows)
@@ -44,13 +44,13 @@ def test_what_real_checkpoints_do_is_fine(
 
 
 @pytest.mark.parametrize(("ordinary", "added", "rows"), [(513, 0, 512), (4096, 0, 512), (512, 200, 512), (512, 2, 400)])
-def test_ids_that_the_model_cannot_have_are_refused(ordinary: int, added: int, rows: int) -> None:
+def test_a_tokenizer_with_ids_beyond_the_model_is_refused(ordinary: int, added: int, rows: int) -> None:
     config = replace(read_config(TARGET), vocab_size=rows)
     with pytest.raises(TokenizerError, match=rf"json has {ordinary + added} ids, and M has {rows} embedding rows"):
         check_fit(with_ids(ordinary, added), TARGET, config, "M")
 
 
-def test_far_fewer_ids_than_rows_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_with_far_fewer_ids_than_the_model_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     config = replace(read_config(TARGET), vocab_size=4096)
     check_fit(with_ids(512), TARGET, config, "M")
     assert "has 512 ids, far fewer than the 4096 embedding rows of M" in caplog.text
@@ -80,10 +80,10 @@ def chat_model(folder: Path, source: Path, model_ends: object, where: str, token
 
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
-def test_the_tokenizers_own_end_ends_answers_too_and_is_told_of_once(
+def test_the_tokenizers_end_token_ends_answers_too_and_is_logged_once(
     where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As vLLM has it: of many chat models the tokenizer alone names the token that ends a turn."""
+    """As in vLLM: for many chat models only the tokenizer names the token that ends a turn."""
     model = chat_model(tmp_path / "model", TARGET, 1, where, "</s>")
     assert model.end_ids(model.tokenizer()) == (1, 2)
     (record,) = caplog.records
@@ -93,14 +93,14 @@ def test_the_tokenizers_own_end_ends_answers_too_and_is_told_of_once(
 
 
 @pytest.mark.parametrize("ends", [2, [2], [1, 2], [2, 511]])
-def test_ends_that_agree_are_not_told_of(ends: object, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_end_tokens_are_not_logged(ends: object, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = chat_model(tmp_path / "model", TARGET, ends, "config.json", "</s>")
     assert model.end_ids(model.tokenizer()) == tuple(ends if isinstance(ends, list) else [ends])
     assert not caplog.records
 
 
 @pytest.mark.parametrize(
-    ("ends", "tokenizer_end", "found", "told"),
+    ("ends", "tokenizer_end", "found", "message"),
     [
         (None, None, (), "has no end id: answers end only at max_tokens"),
         ([], None, (), "has no end id: answers end only at max_tokens"),
@@ -110,21 +110,21 @@ def test_ends_that_agree_are_not_told_of(ends: object, tmp_path: Path, caplog: p
         (2, "not in the vocabulary", (2,), ""),
     ],
 )
-def test_what_ends_no_answer_is_told_of(
+def test_end_tokens_that_end_no_answer_are_logged(
     ends: object,
     tokenizer_end: str | None,
     found: tuple[int, ...],
-    told: str,
+    message: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = chat_model(tmp_path / "model", TARGET, ends, "config.json", tokenizer_end)
     assert model.end_ids(model.tokenizer()) == found
-    assert len(caplog.records) == bool(told)
-    assert told in caplog.text
+    assert len(caplog.records) == bool(message)
+    assert message in caplog.text
 
 
-def test_ends_that_the_tokenizer_does_not_have_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_end_tokens_that_the_tokenizer_lacks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     config = replace(read_config(TARGET), vocab_size=4096, eos_ids=(2, 4000))
     assert find_end_ids(with_ids(512), TARGET, config, TARGET) == (2, 4000)
     assert "has the end ids 4000, which" in caplog.text

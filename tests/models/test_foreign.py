@@ -1,4 +1,4 @@
-"""Folders of strangers: what is nearly a checkpoint is loaded, and what is none is told by its cause, with the cure."""
+"""Folders made by other programs: near-checkpoints are loaded, and for others the error names the cause and the fix."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """What the model says behind TEXT."""
+    """The model's logits after TEXT."""
     runner = Blueprint.of(str(folder), dtype="float32", kernels="torch").load(64)
     return runner.read([Read(0, TEXT, judged=range(len(TEXT)))]).logits
 
@@ -88,7 +88,7 @@ def test_a_base_model_of_transformers_is_read(folder: Path) -> None:
     assert torch.equal(logits(folder), wanted)
 
 
-def test_a_head_beside_another_prefix_is_read(folder: Path) -> None:
+def test_a_head_next_to_another_prefix_is_read(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     head = 2 * tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
@@ -98,7 +98,7 @@ def test_a_head_beside_another_prefix_is_read(folder: Path) -> None:
     assert torch.equal(logits(folder), wanted)
 
 
-def test_a_base_model_without_its_head_says_so(folder: Path) -> None:
+def test_a_base_model_without_its_head_is_refused_with_the_reason(folder: Path) -> None:
     configured(folder, tie_word_embeddings=False)
     parts = ["has no tensor lm_head.weight", "AutoModelForCausalLM, not AutoModel", "tie_word_embeddings to true"]
     refused(folder, MissingWeights, *parts)
@@ -134,12 +134,12 @@ def test_all_missing_shards_are_counted_and_a_broken_off_download_is_known(folde
     refused(folder, MissingWeights, "is missing, .* download was interrupted, as aWQ.* shows: repeat it")
 
 
-def test_a_name_that_only_resembles_one_blames_no_format() -> None:
+def test_a_similar_name_is_not_taken_for_a_quantised_format() -> None:
     assert foreign_tensors(["visual.trunk_blocks.0.weight", "model.scales_head.weight"]) is None
 
 
 @pytest.mark.parametrize("part", TENSORS)
-def test_tensors_that_are_no_weights_are_told_by_their_names(part: str, folder: Path) -> None:
+def test_quantised_tensors_are_recognised_by_their_names(part: str, folder: Path) -> None:
     """Also where config.json does not say how they are quantised."""
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -150,7 +150,7 @@ def test_tensors_that_are_no_weights_are_told_by_their_names(part: str, folder: 
     refused(folder, UnsupportedModel, f"its tensors are {re.escape(TENSORS[part])}.*: {cure}")
 
 
-def test_the_names_that_each_program_writes_are_known_for_what_they_are(folder: Path) -> None:
+def test_tensor_names_of_each_quantising_program_are_recognised(folder: Path) -> None:
     """All of a layer's names together, since programs share some of them."""
     layouts = {
         "GPTQ or AWQ": ("qweight", "qzeros", "scales", "g_idx"),
@@ -178,7 +178,7 @@ def test_the_names_that_each_program_writes_are_known_for_what_they_are(folder: 
         ({"quantization_config": [4]}, ["quantization_config is .*; it must be an object"]),
     ],
 )
-def test_quantised_checkpoints_are_told_by_their_configuration(
+def test_quantised_checkpoints_are_recognised_by_their_configuration(
     config: dict[str, Any], parts: list[str], folder: Path
 ) -> None:
     refused(configured(folder, **config), UnsupportedModel, *parts)
@@ -194,7 +194,9 @@ def test_quantised_checkpoints_are_told_by_their_configuration(
         ("Qwen2_5OmniModel", "thinker_config", "qwen2_5_omni_thinker"),
     ],
 )
-def test_models_of_several_parts_say_which_they_have(architecture: str, part: str, inner: str, folder: Path) -> None:
+def test_the_error_for_multi_part_models_names_the_parts(
+    architecture: str, part: str, inner: str, folder: Path
+) -> None:
     """Their configurations have no key of a language model at the top."""
     values = {"architectures": [architecture], "model_type": "vlm", part: {"model_type": inner, "vocab_size": 9}}
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
@@ -203,7 +205,7 @@ def test_models_of_several_parts_say_which_they_have(architecture: str, part: st
     )
 
 
-def test_a_model_of_sentence_transformers_says_so_where_it_is_no_language_model(folder: Path) -> None:
+def test_a_sentence_transformers_model_that_is_no_language_model_is_named_as_such(folder: Path) -> None:
     (folder / "modules.json").write_text("[]", encoding="utf-8")
     assert Blueprint.of(str(folder)).config.family == "llama"  # some say text as well
     configured(folder, architectures=["BertModel"])
@@ -228,7 +230,7 @@ OTHER_FORMATS = {
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_a_folder_with_something_else_says_what_it_is(name: str, folder: Path) -> None:
+def test_the_error_for_a_folder_names_what_it_holds(name: str, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_text("{}", encoding="utf-8")
     refused(folder, MissingWeights, OTHER_FORMATS[name])
@@ -257,20 +259,20 @@ BEGINNINGS = {
 @pytest.mark.parametrize(
     ("name", "error"), [("model.safetensors", MissingWeights), ("config.json", ModelError)], ids=lambda name: str(name)
 )
-def test_a_file_in_anothers_place_says_what_it_is(
+def test_the_error_for_a_wrong_file_names_what_it_is(
     name: str, error: type[ModelError], content: bytes, folder: Path
 ) -> None:
     (folder / name).write_bytes(content)
     refused(folder, error, re.escape(str(folder / name)), BEGINNINGS[content])
 
 
-def test_a_gguf_file_in_the_place_of_a_folder_says_what_it_is(tmp_path: Path) -> None:
+def test_a_gguf_file_in_place_of_a_folder_is_named_as_such(tmp_path: Path) -> None:
     (tmp_path / "model").write_bytes(b"GGUF\x03")
     refused(tmp_path / "model", ModelNotFound, "is a GGUF file with another name")
 
 
 @pytest.mark.parametrize("content", BEGINNINGS, ids=lambda content: str(content[:4]))
-def test_a_tokenizer_that_was_not_fetched_says_so(content: bytes, folder: Path) -> None:
+def test_a_tokenizer_that_was_not_fetched_is_named_as_such(content: bytes, folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(TokenizerError, match=rf"tokenizer\.json {BEGINNINGS[content]}"):
         Tokenizer.load(folder)

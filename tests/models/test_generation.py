@@ -1,4 +1,4 @@
-"""A model's own defaults are read from generation_config.json; what no request could have is reported, not obeyed."""
+"""A model's defaults are read from generation_config.json; values that no request could have are logged and ignored."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def read(folder: Path, **values: Any) -> GenerationDefaults:
     return GenerationDefaults.read(folder)
 
 
-def test_what_a_chat_model_ships_is_read(tmp_path: Path) -> None:
+def test_the_defaults_of_a_chat_model_are_read(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         do_sample=True,
@@ -62,7 +62,7 @@ def test_a_value_that_no_request_could_have_is_reported_by_name_and_left_out(
         assert len(problem) < 500 + len(str(tmp_path))
 
 
-def test_what_is_asked_for_and_not_served_is_reported(tmp_path: Path) -> None:
+def test_unsupported_defaults_are_reported(tmp_path: Path) -> None:
     found = read(tmp_path, num_beams=4, no_repeat_ngram_size=0, typical_p=1.0, suppress_tokens=[5], use_cache=True)
     assert [problem.split(": ")[1].split()[0] for problem in found.problems] == ["num_beams", "suppress_tokens"]
 
@@ -78,7 +78,7 @@ def test_every_key_of_transformers_has_one_class() -> None:
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED)
-def test_a_key_that_would_change_answers_is_told_of_where_it_does(tmp_path: Path, key: str) -> None:
+def test_a_key_that_would_change_answers_is_reported(tmp_path: Path, key: str) -> None:
     value = 100 if key == "max_length" else 0.75  # nothing changes with none of the idle ones
     (problem,) = read(tmp_path, **{key: value}).problems
     assert f": {key} is {value!r}, which forerun does not support" in problem
@@ -88,7 +88,7 @@ def test_a_key_that_would_change_answers_is_told_of_where_it_does(tmp_path: Path
     assert len(greedy.problems) == (key not in ONLY_SAMPLED)
 
 
-def test_defaults_of_transformers_change_nothing_and_are_not_told_of(tmp_path: Path) -> None:
+def test_defaults_of_transformers_change_nothing_and_are_not_reported(tmp_path: Path) -> None:
     import transformers
 
     defaults = transformers.GenerationConfig._get_default_generation_params()
@@ -102,7 +102,7 @@ def test_a_limit_of_the_whole_context_cuts_nothing(tmp_path: Path) -> None:
     assert len(read(tmp_path, max_length=4095).problems) == 1
 
 
-def test_keys_that_nobody_knows_are_named_once(tmp_path: Path) -> None:
+def test_unknown_keys_are_reported_once(tmp_path: Path) -> None:
     (problem,) = read(tmp_path, chat_format="chatml", max_window_size=6144, use_cache=True).problems
     assert problem.endswith(": forerun does not know chat_format, max_window_size: ignored.")
 

@@ -1,4 +1,4 @@
-"""What a GGUF file is taken for: damage and unknown formats are named, one of several is chosen, tokenizers agree."""
+"""GGUF files: damage and unknown formats are named, one of several files is chosen, tokenizers agree."""
 
 import os
 import shutil
@@ -69,9 +69,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     st.integers(1, 3),
     st.data(),
 )
-def test_blocks_in_groups_are_the_numbers_that_gguf_unpacks(
-    name: str, rows: int, blocks: int, data: st.DataObject
-) -> None:
+def test_unpacked_blocks_are_those_of_the_gguf_package(name: str, rows: int, blocks: int, data: st.DataObject) -> None:
     kind = GGMLQuantizationType[name]
     numbers, size = GGML_QUANT_SIZES[kind]
     stored = data.draw(arrays.arrays("uint8", (rows, blocks, size)))
@@ -95,7 +93,7 @@ def test_formats_have_the_codes_and_sizes_that_gguf_knows() -> None:
 
 
 def vocabulary(folder: Path) -> dict[str, Any]:
-    """What a file says of the tokenizer of a folder whose model is BPE with byte fallback."""
+    """A file's metadata for the tokenizer of a folder whose model is BPE with byte fallback."""
     described = read_json(folder / "tokenizer.json")
     model: Any = described["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
@@ -141,7 +139,7 @@ def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -
     assert template.source().startswith("{% for m")
 
 
-def test_without_a_chat_template_the_users_file_is_named(tmp_path: Path) -> None:
+def test_without_a_chat_template_the_error_names_the_users_file(tmp_path: Path) -> None:
     file = stories(tmp_path / "mine.gguf", **{"tokenizer.chat_template": None})
     with pytest.raises(ChatTemplateError) as refusal:
         require_template(ModelSpec(str(file)))
@@ -151,7 +149,7 @@ def test_without_a_chat_template_the_users_file_is_named(tmp_path: Path) -> None
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=40), st.sampled_from(sorted(PRE)))
-def test_byte_level_texts_come_back_whole(text: str, pre: str) -> None:
+def test_byte_level_texts_are_decoded_unchanged(text: str, pre: str) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, "Ġt", "he", "Ġthe"]
     metadata = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": ["Ġ t", "h e", "Ġt he"]}
@@ -188,7 +186,7 @@ def test_a_damaged_header_is_read_or_refused(tmp_path: Path, changes: list[tuple
         stories(file)
         (tmp_path / "whole").write_bytes(file.read_bytes())
     damaged = bytearray((tmp_path / "whole").read_bytes())
-    begin = damaged.index(b"token_embd") - 2000  # the end of the metadata, then what is said of tensors
+    begin = damaged.index(b"token_embd") - 2000  # the end of the metadata, then the entries of tensors
     for at, byte in changes:
         damaged[begin + at % 4000] = byte
     file.write_bytes(damaged)
@@ -239,7 +237,7 @@ def test_a_tensor_without_dimensions_is_refused(tmp_path: Path) -> None:
         GgufFile.read(file)
 
 
-def test_a_header_is_what_the_package_reads(tmp_path: Path) -> None:
+def test_a_header_is_read_as_by_the_gguf_package(tmp_path: Path) -> None:
     more = {"general.alignment": 64, "llama.lists": [1, 2], "llama.flag": True, "llama.texts": ["a", "", "é"]}
     file = stories(tmp_path / "model.gguf", "Q4_1", **more)
     reader, header = GGUFReader(file), GgufFile.read(file)
@@ -263,7 +261,7 @@ def test_parts_may_be_links_to_folder_files_other_names(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "split-00001-of-00002.gguf"))
 
 
-def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_files_are_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "other.gguf", "rwkv7")
     finish(writer)
     with pytest.raises(UnsupportedModel, match=r"general\.architecture is 'rwkv7'.*supported are llama"):
@@ -275,7 +273,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
         Blueprint.of(str(part))
 
 
-def test_a_file_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_taken_for_a_hub_id(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"there is no file .*missing\.gguf: correct the path"):
         find_checkpoint(str(tmp_path / "missing.gguf"))
     with pytest.raises(ModelNotFound, match=r"there is no file missing\.gguf"):
@@ -361,14 +359,14 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         find_checkpoint(str(stories(tmp_path / "model.gguf")))
 
 
-def test_a_file_that_changes_stands_for_another_folder(tmp_path: Path) -> None:
+def test_a_changed_file_gets_another_folder(tmp_path: Path) -> None:
     file = stories(tmp_path / "model.gguf")
     before = find_checkpoint(str(file))
     assert find_checkpoint(str(file)) == before
     assert find_checkpoint(str(stories(file, "Q4_0"))) != before
 
 
-def test_weights_stay_stored_whatever_dense_layers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_weights_are_kept_without_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*_: object) -> None:
         raise AssertionError("dense layers are not what will run")
 

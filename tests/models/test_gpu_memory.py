@@ -1,4 +1,4 @@
-"""The memory plan of a GPU against what whole engines hold on a card that is not there, as torch's allocator counts."""
+"""The memory plan of a GPU compared with what engines hold on an imagined GPU, counted as by torch's allocator."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ class Shapes:
 
 
 def blueprint(folder: Path, fields: dict[str, Any], quantize: Quantization | None) -> Blueprint:
-    """A model of this configuration, of which there are no weights."""
+    """A model of this configuration without weights."""
     (folder / "config.json").write_text(json.dumps(fields))
     config, choice = read_config(folder), BackendChoice(BackendKind("torch", torch.bfloat16))
     num_bytes = count_parameters(config) * torch.bfloat16.itemsize
@@ -89,7 +89,7 @@ def in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def submit(engine: Engine, num: int, prompt: int, depth: int, **fields: Any) -> list[int]:
-    """So many requests of prompts of this length, drafted to this depth; their ids."""
+    """Submit `num` requests with prompts of this length, drafted to this depth; their ids."""
     params = SamplingParams(**{"temperature": 1.0, "ignore_eos": True, **fields})
     first = 1 + max(engine.sequences, default=-1)
     checker = RequestChecker(None, engine.runner.vocab_size, engine.runner.window, (2,), Speculation(depth))
@@ -101,7 +101,7 @@ def submit(engine: Engine, num: int, prompt: int, depth: int, **fields: Any) -> 
 
 
 def most_judged(engine: Engine, rounds: int) -> int:
-    """The most roots and guesses of one of so many rounds."""
+    """The largest number of roots and draft tokens in one of `rounds` rounds."""
     counts = []
     for _ in range(rounds):
         before = engine.stats.num_drafted
@@ -127,12 +127,12 @@ def largest_verdict_graph(engine: Engine) -> None:
     assert MOST_ROWS in {key[0].rows for key in engine.runner.graphs.captured if isinstance(key[0], VerdictShape)}
 
 
-def most_guesses(engine: Engine) -> None:
+def most_draft_tokens(engine: Engine) -> None:
     submit(engine, 16, 40, depth=16)
     assert most_judged(engine, 4) == 16 * 17
 
 
-def prompts_beside_guesses(engine: Engine) -> None:
+def prompts_with_drafts(engine: Engine) -> None:
     submit(engine, 8, 40, depth=16)
     most_judged(engine, 3)
     submit(engine, 8, 64, depth=16)
@@ -144,26 +144,26 @@ def widest_filter(engine: Engine) -> None:
     assert most_judged(engine, 4) == 16 * 17
 
 
-ROUNDS = (plain_round, long_prompts, largest_verdict_graph, prompts_beside_guesses, most_guesses, widest_filter)
+ROUNDS = (plain_round, long_prompts, largest_verdict_graph, prompts_with_drafts, most_draft_tokens, widest_filter)
 
 
 @pytest.mark.short("experts-int4", "large-vocabulary")
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_planned_for_passes_is_what_they_hold(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_hold_at_most_the_planned_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, tmp_path, MODELS[name], None)
 
 
 @pytest.mark.full
-def test_a_draft_model_has_room_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_a_draft_model_hold_at_most_the_planned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check(monkeypatch, tmp_path, MODELS["llama"], {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192})
 
 
 def check(
     monkeypatch: pytest.MonkeyPatch, folder: Path, model: tuple[dict[str, Any], Quantization | None], draft: Any
 ) -> None:
-    """No rounds hold more than is planned, in an order in which graphs keep what they took, and nor does loading."""
+    """Assert that neither loading nor rounds, in an order in which graphs keep their memory, hold more than planned."""
     monkeypatch.setattr(Blueprint, "checkpoint", lambda _self, dtype: Shapes(dtype))
     monkeypatch.setitem(QUANTIZERS, "int4", in_groups)
     with counted_memory(monkeypatch, free_bytes=80 << 30) as memory, torch.inference_mode():
@@ -198,7 +198,7 @@ def check(
     "name",
     ["gguf Q8_0", "gguf Q5_1", "gguf of gpt-oss in MXFP4", "folder of experts", "folder gptq, 8 bits", "folder fp8"],
 )
-def test_what_is_planned_for_stored_weights_is_what_is_held(name: str, tmp_path: Path) -> None:
+def test_stored_weights_take_the_planned_memory(name: str, tmp_path: Path) -> None:
     """In groups, experts among them, in the bits that GPUs hold, which may be other ones than those of CPUs."""
     model = Blueprint.of(str(STORED[name](tmp_path)), device=Placement(torch.device("cpu"), True, True))
     assert model.keeps_groups

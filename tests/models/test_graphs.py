@@ -1,4 +1,4 @@
-"""Passes of fixed shape read what Runner reads: chains, trees and prompt chunks side by side."""
+"""Passes of fixed shape give the results of Runner: chains, trees and prompt chunks in one batch."""
 
 import random
 import sys
@@ -52,7 +52,7 @@ def random_read(dice: random.Random, seq_id: int, kind: str) -> tuple[Read, list
 
 @pytest.mark.short("0")
 @pytest.mark.parametrize("seed", range(6))
-def test_logits_are_runners_for_any_reads_side_by_side(pair: tuple[Runner, GraphRunner], seed: int) -> None:
+def test_logits_are_those_of_runner_for_any_batch_of_reads(pair: tuple[Runner, GraphRunner], seed: int) -> None:
     dice, (plain, fixed) = random.Random(seed), fresh(pair)
     for _ in range(4):
         ids = dice.sample(range(4), dice.randint(1, 4))
@@ -76,7 +76,7 @@ def test_logits_are_runners_for_any_reads_side_by_side(pair: tuple[Runner, Graph
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_kept_path_is_what_reading_it_alone_would_have_left(pair: tuple[Runner, GraphRunner], seed: int) -> None:
+def test_a_kept_path_leaves_the_cache_of_the_path_read_alone(pair: tuple[Runner, GraphRunner], seed: int) -> None:
     dice = random.Random(seed)
     _, branched = fresh(pair)
     _, straight = fresh(pair)
@@ -103,7 +103,7 @@ def test_a_tail_grows_over_several_reads(pair: tuple[Runner, GraphRunner]) -> No
         assert (wanted - found).abs().max() <= TOLERANCE
 
 
-def test_tokens_that_only_the_device_knows_are_read_in_their_places(pair: tuple[Runner, GraphRunner]) -> None:
+def test_tokens_that_only_the_device_knows_are_read_at_their_positions(pair: tuple[Runner, GraphRunner]) -> None:
     tokens = torch.tensor([[-1, 7, 8], [9, -1, 4]])
     drawn = DeviceTokens(tokens, source=[-1, 1, 2, 3, -1, 5])
     reads = [Read(0, [5, -1, -1], judged=range(3)), Read(1, [-1, 6, -1], judged=range(3))]
@@ -112,7 +112,7 @@ def test_tokens_that_only_the_device_knows_are_read_in_their_places(pair: tuple[
         assert torch.equal(runner.read(reads, drawn=drawn).logits, other.read(known).logits)
 
 
-def test_want_of_room_changes_nothing(pair: tuple[Runner, GraphRunner]) -> None:
+def test_a_read_without_cache_space_changes_nothing(pair: tuple[Runner, GraphRunner]) -> None:
     _, fixed = fresh(pair, num_tokens=32)
     fixed.read([Read(0, [5, 6, 7])])
     with pytest.raises(OutOfBlocks):
@@ -122,7 +122,7 @@ def test_want_of_room_changes_nothing(pair: tuple[Runner, GraphRunner]) -> None:
     assert fixed.cache.tail(0) == 0
 
 
-def test_padding_writes_nowhere_that_counts(pair: tuple[Runner, GraphRunner]) -> None:
+def test_padding_rows_write_to_no_used_slot(pair: tuple[Runner, GraphRunner]) -> None:
     _, fixed = fresh(pair)
     fixed.read([Read(0, [5, 6, 7])])
     before = fixed.cache.keys.clone()
@@ -134,7 +134,7 @@ def test_padding_writes_nowhere_that_counts(pair: tuple[Runner, GraphRunner]) ->
 
 
 @pytest.mark.full
-def test_rounds_are_captured_in_few_sizes_however_many_rows_they_have(pair: tuple[Runner, GraphRunner]) -> None:
+def test_rounds_are_captured_in_few_sizes_for_any_number_of_rows(pair: tuple[Runner, GraphRunner]) -> None:
     """16 sequences at depth 8 are captured, and as they end and are drafted less far what was captured serves them."""
     _, fixed = fresh(pair, num_tokens=4096)
     fixed.graphs.enabled = True  # as on a GPU: tables are kept for the graphs that refer to them
@@ -164,7 +164,7 @@ def test_long_prompts_are_not_captured(pair: tuple[Runner, GraphRunner]) -> None
     assert [shape.rows for shape, _ in fixed.tables] == [128]
 
 
-def test_the_work_of_laying_out_a_prompt_grows_with_its_length_alone() -> None:
+def test_the_work_of_laying_out_a_prompt_is_linear_in_its_length() -> None:
     """A prompt's paths, written out, have as many nodes as the square of its length."""
 
     def num_lines(length: int) -> int:
@@ -187,7 +187,7 @@ def test_the_work_of_laying_out_a_prompt_grows_with_its_length_alone() -> None:
     assert num_lines(512) < 3 * num_lines(256)
 
 
-def test_later_passes_of_chains_are_as_if_they_were_laid_out(pair: tuple[Runner, GraphRunner]) -> None:
+def test_later_passes_of_chains_have_the_layout_of_fresh_ones(pair: tuple[Runner, GraphRunner]) -> None:
     """Chains of 5, 3, 3 and 1 tokens behind texts of other lengths, of which those that have ended are padding."""
     _, runner = fresh(pair)
     assert isinstance(runner, GraphRunner)
@@ -215,7 +215,7 @@ def test_what_runs_before_a_capture_does_not_count(monkeypatch: pytest.MonkeyPat
     assert count == 1, "the run that is captured, which computes nothing on a GPU"
 
 
-def test_logits_that_lie_where_they_are_wanted_are_not_moved_and_all_others_are() -> None:
+def test_logits_are_copied_only_if_they_are_elsewhere() -> None:
     graphs = Graphs(torch.device("cpu"))
     kept, other = graphs.keep_logits(torch.rand(3, 8)), torch.rand(3, 8)
     copied, wanted = graphs.copy_logits(kept), graphs.logits(4, 8)
@@ -230,7 +230,7 @@ def test_logits_that_lie_where_they_are_wanted_are_not_moved_and_all_others_are(
     assert torch.equal(elsewhere[:3], kept)
 
 
-def test_logits_of_a_pass_without_a_buffer_are_moved_though_one_is_made_where_they_lay() -> None:
+def test_logits_of_a_pass_without_a_buffer_are_copied_even_if_their_memory_becomes_the_buffer() -> None:
     """A long prompt's pass is not captured; the memory of its logits may become the buffer of the first verdict."""
     graphs = Graphs(torch.device("cpu"))
     lay = torch.rand(1, 8)

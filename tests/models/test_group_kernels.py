@@ -1,4 +1,4 @@
-"""Weights in groups on a GPU, in Triton's interpreter: they are what they stand for, and rows are strangers."""
+"""Weights in groups on a GPU, in Triton's interpreter: numbers are those of the format, and rows independent."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +44,7 @@ def form(request: pytest.FixtureRequest) -> tuple[str, int, int, bool]:
 
 
 @pytest.mark.short("INT4-192-*", "UINT4-320-*", "INT8-96-*", "INT8-200-*", "INT8-48-*", "E4M3-256-*", "E2M1-*")
-def test_numbers_are_what_they_stand_for(form: tuple[str, int, int, bool]) -> None:
+def test_unpacked_numbers_are_those_of_the_format(form: tuple[str, int, int, bool]) -> None:
     check_numbers(form, "cpu")
     weight = random_groups(*form)
     assert torch.equal(PackedGroups.of(weight, CPU).unpacked(torch.bfloat16).float(), cut(weight.dense()))
@@ -57,7 +57,7 @@ def cut(numbers: Tensor) -> Tensor:
 
 @pytest.mark.short("INT4-192-32-False-False", "UINT4-32-*-True", "INT8-200-*-True", "E2M1-*-False", "E4M3-20-*-True")
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_is_that_of_the_weights_and_its_rows_are_strangers(
+def test_a_product_is_that_of_the_weights_and_its_rows_are_independent(
     form: tuple[str, int, int, bool], biased: bool
 ) -> None:
     check_products(form, biased, "cpu", torch.float32)
@@ -72,7 +72,7 @@ def test_rows_of_experts_have_the_bits_of_their_experts_layers(form: tuple[str, 
     ((FORMS[3], ("E2M1", 224, 32, False)), "INT8"), ((("INT4", 320, 32, False), FORMS[2]), "UINT4"),
     ((FORMS[12], FORMS[12]), "INT4"), ((FORMS[10], FORMS[14]), "INT8"), ((FORMS[7], ("INT8", 256, 32, False)), None),
 ])  # fmt: skip
-def test_experts_whose_numbers_have_other_forms_are_held_in_one(
+def test_experts_of_different_formats_are_held_in_a_common_one(
     kinds: tuple[tuple[str, int, int, bool], ...], stays: str | None
 ) -> None:
     """One of them may have no numbers but zeros. Without a form in common they are unpacked."""
@@ -102,7 +102,7 @@ def test_weights_are_rounded_as_they_are_loaded(quantize: str, kind: str, error:
     assert error / 3 < apart < error
 
 
-def test_long_reads_are_multiplied_unpacked_where_no_bits_are_promised() -> None:
+def test_long_reads_use_unpacked_weights_unless_bits_must_be_equal() -> None:
     weight = random_groups(*FORMS[0])
     layer, x = GroupLinear(PackedGroups.of(weight, CPU), None, unpacks=True), rows_of(LONG_READ, FORMS[0][1])
     assert torch.equal(layer(x), functional.linear(x, weight.dense()))
@@ -151,7 +151,7 @@ def test_weights_are_rounded_a_few_rows_at_a_time_to_the_same_numbers(
 
 
 @pytest.mark.parametrize(("lowest", "highest"), [(-128, 128), (-12, 13)])
-def test_whole_numbers_that_four_bits_do_not_have_stay_in_eight(lowest: int, highest: int) -> None:
+def test_integers_beyond_four_bits_are_held_in_eight(lowest: int, highest: int) -> None:
     every = torch.arange(lowest, highest, dtype=torch.int8)
     floats = small_floats(every[None])
     assert floats is None
@@ -160,8 +160,8 @@ def test_whole_numbers_that_four_bits_do_not_have_stay_in_eight(lowest: int, hig
         assert (codes is not None) == (abs(number) in FLOATS)
 
 
-def test_a_layer_is_launched_where_its_inputs_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current card, and what trained heads compute between passes is not told which it is."""
+def test_a_layer_is_launched_on_the_device_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current GPU, which trained heads do not set between passes."""
     there: list[Tensor] = []
     launched: list[bool] = []
 

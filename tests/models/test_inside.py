@@ -1,4 +1,4 @@
-"""A language model inside another model computes what the whole does with a text; what sees and hears is left out."""
+"""A language model inside a multimodal model gives that model's logits for text; vision and audio parts are ignored."""
 
 import json
 import logging
@@ -68,8 +68,8 @@ def test_logits_are_those_of_the_whole_model(
     assert expected.std() > 3
     with caplog.at_level(logging.WARNING):
         blueprint = Blueprint.of(str(tmp_path), dtype="float32", kernels="torch")
-    told = [record.getMessage() for record in caplog.records]
-    assert [message for message in told if "only text is supported" in message] == told[:1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert [each for each in messages if "only text is supported" in each] == messages[:1]
     torch.testing.assert_close(our_logits(blueprint, tokens.tolist(), [LENGTH]), expected, rtol=0, atol=1e-4)
 
 
@@ -78,7 +78,7 @@ def test_all_models_of_the_table_are_compared() -> None:
 
 
 def test_what_counts_for_all_parts_counts_for_the_text(tmp_path: Path) -> None:
-    """Ends, the number format, quantisation, and whether the head is tied may stand beside the text's values."""
+    """End ids, number format, quantisation, and whether the head is tied may be outside of the text's values."""
     kind, text, vision = MODELS["LlavaForConditionalGeneration"]
     build("LlavaForConditionalGeneration", kind, text | {"eos_token_id": 9}, vision, tmp_path)
     raw = read_json(tmp_path / "config.json")

@@ -1,7 +1,7 @@
-"""Programs of a kernel do not meet: in any order they give the same bits, and none reads or writes what another writes.
+"""Programs of a kernel are independent: any order gives the same bits, and none reads or writes what another writes.
 
-Triton's interpreter runs a launch's programs one after the other. Here they come in random order, and every address
-that a program reads or writes is noted: on a GPU they run at the same time.
+Triton's interpreter runs a launch's programs one after the other. Here they run in random order, and every address
+that a program reads or writes is recorded: on a GPU they run at the same time.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ Place = tuple[int, int, int]
 
 
 class Watch:
-    """What the programs of a launch touch, by address, and the order in which they come."""
+    """The addresses that the programs of a launch access, and the order in which they run."""
 
     def __init__(self) -> None:
         self.dice: random.Random | None = None  # without it they come in their own order
@@ -79,7 +79,7 @@ class Watch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Programs run in the watch's order, and under its eyes."""
+    """Programs run in the watch's order, and it records their accesses."""
     seen = Watch()
     set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
     load, store, call = (
@@ -120,7 +120,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def everything() -> list[torch.Tensor]:
-    """What every kernel gives, of random trees in ragged batches, and of every kind of row work."""
+    """The results of every kernel, for random trees in ragged batches and every kind of row operation."""
     ops, noise = TritonOps(triton_kernels), torch.Generator().manual_seed(0)
     cases = [
         random_case(1, lengths=(0, 5, 300)),
@@ -148,7 +148,7 @@ def everything() -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-def test_programs_in_any_order_give_the_same_bits_and_do_not_meet(watch: Watch) -> None:
+def test_programs_give_the_same_bits_in_any_order_and_share_no_written_address(watch: Watch) -> None:
     wanted = everything()
     watch.dice = random.Random(0)
     assert all(map(torch.equal, everything(), wanted))
@@ -171,10 +171,10 @@ def crowded(x, out, SIZE: tl.constexpr):
     tl.store(out, tl.load(x + tl.program_id(0)))
 
 
-@pytest.mark.parametrize(("kernel", "said"), [(running, "writes what"), (crowded, "write the same number")])
-def test_programs_that_meet_are_found(watch: Watch, kernel, said: str) -> None:
+@pytest.mark.parametrize(("kernel", "message"), [(running, "writes what"), (crowded, "write the same number")])
+def test_programs_that_share_a_written_address_are_found(watch: Watch, kernel, message: str) -> None:
     x, out = torch.ones(6), torch.zeros(6)
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(Exception, match=message):
         kernel[(6,)](x, out, SIZE=6)
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels: right, each row and query with bits of its own, for lesser processors too, or not there."""
+"""The compiled kernels: right, with bits that do not depend on other rows, for every instruction set."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ FORMATS = [*PLAIN, *CPU_QUANTIZATIONS]
 
 @pytest.fixture(scope="module", params=LEVELS)
 def kernels(request: pytest.FixtureRequest) -> NativeBackend:
-    """The library as compiled for a processor that can do less than this one, perhaps."""
+    """The library compiled for one of the instruction sets."""
     return checked(compiled_for(request.param))
 
 
@@ -45,7 +45,7 @@ def quantization(numbers: str) -> Quantization | None:
 
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_right(kernels: NativeBackend, shape: tuple[int, int], numbers: str) -> None:
+def test_products_are_those_of_the_definition(kernels: NativeBackend, shape: tuple[int, int], numbers: str) -> None:
     """Of 8 and 4 bits they are those of the definition, to the bit: whole numbers add up exactly in any order.
 
     Only weights are of float16: rows stay as they are.
@@ -73,7 +73,9 @@ def test_products_are_right(kernels: NativeBackend, shape: tuple[int, int], numb
 )
 @pytest.mark.parametrize("numbers", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES[1:])
-def test_a_row_has_bits_of_its_own(kernels: NativeBackend, shape: tuple[int, int], numbers: str) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(
+    kernels: NativeBackend, shape: tuple[int, int], numbers: str
+) -> None:
     """Sums that cancel, in any number of rows and by any number of threads, against the same rows alone."""
     x, weight = cancelling_product(320, *shape, torch.float32)
     layer = kernels.linear(weight.to(PLAIN.get(numbers, torch.float32)), None, quantization(numbers))
@@ -85,7 +87,7 @@ def test_a_row_has_bits_of_its_own(kernels: NativeBackend, shape: tuple[int, int
         assert torch.equal(layer(x[100:107].contiguous()), alone[100:107]), "other neighbours"
 
 
-def test_not_a_number_stays_one(kernels: NativeBackend) -> None:
+def test_nan_affects_its_own_row_only(kernels: NativeBackend) -> None:
     """It is seen in its own row and in no other."""
     for numbers in FORMATS:
         weight = weight_of(numbers, (70, 90), torch.Generator().manual_seed(0))
@@ -108,7 +110,7 @@ def load(folder: Path, numbers: str, choice: KernelChoice) -> Runner:
 
 @pytest.mark.short("int4")
 @pytest.mark.parametrize("numbers", FORMATS)
-def test_a_text_in_any_company_by_any_threads(numbers: str) -> None:
+def test_logits_of_a_text_have_the_same_bits_in_any_batch_and_with_any_threads(numbers: str) -> None:
     """The decoder's logits, too, are a token's own, and near those of torch's operators."""
     native = load(TARGET, numbers, "native")
     rng = random.Random(numbers)
@@ -119,7 +121,7 @@ def test_a_text_in_any_company_by_any_threads(numbers: str) -> None:
     assert (alone - by_torch).abs().max() < bound * by_torch.abs().max()
 
 
-def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass() -> None:
+def test_taps_and_partial_passes_are_those_of_a_full_pass() -> None:
     runner = load(TARGET, "float32", "native")
     decoder, tokens = runner.decoder, [5, 9, 300, 7, 8]
     num_layers = decoder.config.layers
@@ -138,7 +140,7 @@ def test_taps_and_parts_of_the_layers_are_those_of_a_whole_pass() -> None:
     assert torch.equal(decoder.logits(upper), states.logits)
 
 
-def test_formats_that_they_do_not_know() -> None:
+def test_unsupported_formats_are_refused() -> None:
     assert find_kernels("auto", torch.float64) is None
     with pytest.raises(UnsupportedModel, match=r"support float32, bfloat16 and float16, not torch\.float64"):
         find_kernels("native", torch.float64)
@@ -154,7 +156,7 @@ def check_same_bits(one: NativeBackend, other: NativeBackend) -> None:
 
 
 @pytest.mark.full
-def test_bits_do_not_depend_on_what_a_compiler_makes_of_the_code() -> None:
+def test_bits_do_not_depend_on_compiler_optimization() -> None:
     """Which is why its name and version are no part of the fingerprint."""
     check_same_bits(*(NativeBackend(compiled_for("native", level)) for level in ("-O3", "-O1")))
 

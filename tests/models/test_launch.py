@@ -1,4 +1,4 @@
-"""How ranks come together: what their environment has to say, where they listen, and that nothing of them stays."""
+"""How ranks start: their environment variables, the addresses they listen on, and that they leave nothing behind."""
 
 import os
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize(
     "lacks", [{"MASTER_ADDR": ""}, {"MASTER_PORT": ""}, {"MASTER_PORT": "x"}, {"MASTER_PORT": "70000"}]
 )
-def test_an_environment_that_does_not_say_where_rank_0_is_is_refused(lacks: dict[str, str]) -> None:
+def test_an_environment_without_the_address_of_rank_0_is_refused(lacks: dict[str, str]) -> None:
     with pytest.raises(InvalidRequest, match=r"MASTER_PORT, .* are no address of rank 0.*or unset RANK"):
         join({name: value for name, value in (STARTED | lacks).items() if value})
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list what a process has open")
-def test_ranks_that_cannot_start_leave_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_start_leave_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def memories() -> list[str]:
         files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
         return [name for name in files if "forerun-ranks" in name]

@@ -1,4 +1,4 @@
-"""Linear layers: right, and every row on its own; a layer that is not is refused, or taken in pieces."""
+"""Linear layers: right, with independent rows; a layer with dependent rows is refused, or computed in pieces."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture
-def asked_anew() -> Iterator[None]:
+def forgotten_checks() -> Iterator[None]:
     """What is known of this machine is forgotten, and what the test finds out about another one too."""
     trusted_rows.cache_clear()
     yield
@@ -49,7 +49,9 @@ def test_linears_agree_and_rows_are_independent(shape: tuple[int, int], dtype: t
 @pytest.mark.short("shape1-dtype0", "shape2-dtype0", "shape3-dtype1")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(48, 83), (256, 688), (384, 1024), (1152, 896)])
-def test_rows_keep_their_bits_where_a_difference_would_show(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_rows_have_the_same_bits_for_inputs_that_show_any_difference(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     """Sums that cancel, in numbers of rows on both sides of every limit, against the same rows in pairs."""
     x, weight = cancelling_product(320, *shape, dtype)
     for linear in (make_linear(weight), BlockedLinear(weight, None)):
@@ -67,7 +69,7 @@ def in_two_halves(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inputs_that_cancel_tell_what_ordinary_inputs_hide(dtype: torch.dtype) -> None:
+def test_inputs_that_cancel_show_differences_that_ordinary_inputs_hide(dtype: torch.dtype) -> None:
     def share(x: Tensor, weight: Tensor) -> float:
         whole = (x.float() @ weight.float().T).to(dtype)
         return float((whole != in_two_halves(x, weight)).float().mean())
@@ -109,7 +111,7 @@ def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
 
 
 @pytest.mark.usefixtures("asked_anew")
-def test_a_layer_whose_rows_know_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_whose_rows_are_not_independent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PackedLinear.multiply
     monkeypatch.setattr(PackedLinear, "multiply", lambda self, x: honest(self, x) + 1e-6 * len(x))
     assert isinstance(make_linear(torch.randn(32, 32)), BlockedLinear)
@@ -119,7 +121,7 @@ def test_a_layer_whose_rows_know_each_other_is_refused(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("asked_anew")
-def test_a_kernel_that_is_missing_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_packed_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(self: PackedLinear, x: Tensor) -> Tensor:
         raise RuntimeError("could not create a primitive descriptor")
 
@@ -127,7 +129,7 @@ def test_a_kernel_that_is_missing_is_done_without(monkeypatch: pytest.MonkeyPatc
     assert isinstance(make_linear(torch.randn(32, 32)), BlockedLinear)
 
 
-def test_the_last_number_that_agrees() -> None:
+def test_the_largest_row_count_with_equal_bits_is_found() -> None:
     x = torch.arange(64.0)[:, None]
     counts = [2, 4, 8, 16, 32, 64]
     assert agreed_rows(lambda rows: rows, x, counts, 2) == 64

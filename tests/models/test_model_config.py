@@ -1,4 +1,4 @@
-"""read_config means what transformers means, in both spellings, and refuses by name what the decoder cannot compute."""
+"""read_config agrees with transformers, in both spellings, and refuses by name what the decoder cannot compute."""
 
 import json
 import tempfile
@@ -190,7 +190,7 @@ def test_biases_are_the_familys_or_the_configurations(
     assert config.qk_norm == family.startswith("qwen3")
 
 
-def test_an_original_context_beside_the_scaling_counts_first(tmp_path: Path) -> None:
+def test_an_original_context_next_to_the_scaling_counts_first(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
     raw = BASE | {"rope_scaling": scaling, "original_max_position_embeddings": 64}
     assert read_config(write(tmp_path, raw)).rope.original_max_positions == 64
@@ -218,12 +218,12 @@ def test_generation_config_names_the_eos_tokens_first(
     assert read_config(write(tmp_path, BASE, generation)).eos_ids == eos
 
 
-def test_an_eos_that_the_model_cannot_say_is_left_out(tmp_path: Path) -> None:
+def test_an_eos_id_beyond_the_vocabulary_is_ignored(tmp_path: Path) -> None:
     assert read_config(write(tmp_path, BASE | {"eos_token_id": [199, 200, 2**31 - 1]})).eos_ids == (199,)
     assert read_config(write(tmp_path, BASE | {"eos_token_id": 200})).eos_ids == ()
 
 
-def test_a_model_without_named_architecture_is_known_by_its_type(tmp_path: Path) -> None:
+def test_a_model_without_an_architecture_is_recognised_by_its_type(tmp_path: Path) -> None:
     raw = of_family("qwen3") | {"architectures": None}
     assert read_config(write(tmp_path, raw)).family == "qwen3"
 
@@ -300,9 +300,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_the_decoder_cannot_compute_is_refused_by_value(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_unsupported_values_are_refused_by_name(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message) as caught:
         read_config(write(tmp_path, BASE | change))
     assert str(tmp_path / "config.json") in str(caught.value)

@@ -1,4 +1,4 @@
-"""Quantised folders are models like any other: their weights are those that the formats define, kept where they fit."""
+"""Quantised folders load like other models: weights are those that the formats define, kept quantised if possible."""
 
 import gc
 import json
@@ -57,7 +57,7 @@ def logits(folder: Path, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_what_their_tensors_stand_for(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_are_those_that_the_format_defines(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
     meant = write_quantized(sources["qwen3_moe"], tmp_path, kind)
     checkpoint = Checkpoint.of_model(tmp_path, torch.float32)
     assert checkpoint.stored.keys() == meant.keys()
@@ -74,7 +74,7 @@ def test_weights_are_what_their_tensors_stand_for(kind: str, sources: dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["awq, 64", "gptq, 8 bits, zeros", "compressed, 64", "fp8", "compressed, fp8"])
-def test_a_plan_knows_what_weights_take_on_a_card(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_the_memory_plan_has_the_size_of_weights_on_a_gpu(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
     write_quantized(sources["llama"], tmp_path, kind)
     checkpoint = Checkpoint.of_model(tmp_path, torch.bfloat16, on_gpu=True)
     for name, entry in checkpoint.stored.items():
@@ -140,7 +140,7 @@ def pairs(one: Decoder, other: Decoder) -> list[tuple[Linear, Linear]]:
 @pytest.mark.short("llama-*", "phi3-awq*", "qwen3_moe-gptq*")
 @pytest.mark.parametrize("kind", ["awq, 128", "gptq, 8 bits, zeros", "compressed, 64", "bitsandbytes, bytes"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_that_stay_as_they_are_give_the_bits_of_the_definition(
+def test_layers_kept_quantised_have_the_bits_of_the_definition(
     family: str, kind: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     require_compiler()
@@ -175,7 +175,7 @@ def test_layers_that_stay_as_they_are_give_the_bits_of_the_definition(
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_passes_of_fixed_shape_keep_weights_as_they_are(
+def test_passes_of_fixed_shape_keep_weights_quantised(
     family: str, kind: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     """As on a GPU, where FP8 stays too, and inputs are not rounded."""
@@ -194,9 +194,7 @@ def test_passes_of_fixed_shape_keep_weights_as_they_are(
         )
 
 
-def test_layers_that_are_left_out_stay_plain_and_mixed_ones_are_unpacked(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
+def test_unquantised_layers_stay_plain_and_mixed_ones_are_unpacked(sources: dict[str, Path], tmp_path: Path) -> None:
     """Queries, keys and values are one layer here: with one of them plain, all are."""
     meant = write_quantized(sources["llama"], tmp_path / "quantised", "awq, 64", (*KEPT, "layers.0.self_attn.v_proj"))
     assert len(load_file(tmp_path / "quantised" / "model.safetensors")) > len(meant)
@@ -362,7 +360,7 @@ def test_no_damage_raises_raw(kind: str, sources: dict[str, Path], tmp_path: Pat
         ({"quant_method": "gptq", "sym": 3}, "sym is 3; it must be true or false"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(
+def test_unsupported_quantisation_is_refused_by_name(
     config: dict[str, Any], message: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = rewritten(sources["llama"], {}, {"quantization_config": config}, tmp_path)

@@ -1,4 +1,4 @@
-"""Rotary tables are transformers' own, bit for bit, for every supported scaling."""
+"""Rotary tables are those of transformers, bit for bit, for every supported scaling."""
 
 import json
 import tempfile
@@ -143,7 +143,7 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embed
 
 
 @pytest.mark.parametrize("rope", [LONG, LONG | {"factor": 2.0}, LONG | {"attention_factor": 1.3}], ids=str)
-def test_longrope_goes_by_the_longest_text(rope: dict[str, Any]) -> None:
+def test_longrope_depends_on_the_context_length(rope: dict[str, Any]) -> None:
     """transformers goes by the text that it reads: here all of one length, which is what an engine is loaded for."""
     config = make(rope, 8)
     for length in (1, 63, 64, 65, POSITIONS):
@@ -152,7 +152,7 @@ def test_longrope_goes_by_the_longest_text(rope: dict[str, Any]) -> None:
         assert torch.equal(found.sin, expected.sin)
 
 
-def test_longrope_goes_by_what_was_asked_for_and_not_by_what_memory_is_left(tmp_path: Path) -> None:
+def test_longrope_depends_on_the_requested_context_and_not_on_free_memory(tmp_path: Path) -> None:
     """Where a drafter's cache makes the context shorter, tokens are those of plain decoding all the same."""
     asked = Blueprint.of(str(write_sparse(tmp_path, "phi3")))
     whole, shortened = (asked.load(64, max_model_len=length).decoder.rope.cos for length in (None, 48))
@@ -164,7 +164,7 @@ def test_longrope_goes_by_what_was_asked_for_and_not_by_what_memory_is_left(tmp_
     assert len(set(prints)) == 2
 
 
-def test_what_does_not_turn_is_not_scaled() -> None:
+def test_dimensions_without_rotation_are_not_scaled() -> None:
     config = make(LONG | {"attention_factor": 1.5}, 8)
     with tempfile.TemporaryDirectory() as name:
         config.save_pretrained(name)
@@ -174,7 +174,7 @@ def test_what_does_not_turn_is_not_scaled() -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_queries_grow_with_the_kinds_that_scale_by_the_original_context(kind: str, tmp_path: Path) -> None:
+def test_queries_are_scaled_by_kinds_that_use_the_original_context(kind: str, tmp_path: Path) -> None:
     rope = {"rope_type": kind, "factor": 2.0, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 32}
     config = read_config(write_sparse(tmp_path, "ministral3", rope_parameters=rope))
     tables = rope_tables(config).cos.view(2, config.max_positions, -1)

@@ -1,4 +1,4 @@
-"""What ranks hold of a model, and that it makes a whole: for every family, every stored format, any number of ranks."""
+"""The parts of a model that ranks hold make up the model: for every family, stored format and number of ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def said(model: Path, **options: object) -> list[tuple[object, object]]:
+def answers_of(model: Path, **options: object) -> list[tuple[object, object]]:
     """Tokens and log-probabilities of two answers, drafted in trees."""
     with LLM(str(model), "ngram", **options) as llm:  # type: ignore[arg-type]
         answers = llm.generate(list(STARTS)[:2], PARAMS)
@@ -35,14 +35,14 @@ def said(model: Path, **options: object) -> list[tuple[object, object]]:
 @pytest.mark.short("2-Gemma2ForCausalLM", "4-MixtralForCausalLM")
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_say_what_a_family_says_alone(world: int, architecture: str, tmp_path: Path) -> None:
+def test_ranks_give_the_answers_of_one_process_for_every_family(world: int, architecture: str, tmp_path: Path) -> None:
     target = write_architecture(tmp_path / "target", architecture, num_hidden_layers=2, **SIZES)
     if read_config(target).joint_norm:
         with pytest.raises(ForerunError, match="norms all heads as one"):
             LLM(str(target), tensor_parallel_size=world)
         return
     for dtype in ("float32", "bfloat16"):
-        assert said(target, dtype=dtype, tensor_parallel_size=world) == said(target, dtype=dtype)
+        assert answers_of(target, dtype=dtype, tensor_parallel_size=world) == answers_of(target, dtype=dtype)
 
 
 @pytest.mark.usefixtures("in_threads")
@@ -50,14 +50,14 @@ def test_ranks_say_what_a_family_says_alone(world: int, architecture: str, tmp_p
                    "compressed, mixed", "compressed, bytes", "fp8, 48", "nf4, nested", "bitsandbytes*",
                    "mxfp4")  # fmt: skip
 @pytest.mark.parametrize("kind", [*KINDS, "mxfp4"])
-def test_ranks_keep_weights_as_they_are_stored(kind: str, tmp_path: Path) -> None:
+def test_ranks_give_the_answers_of_one_process_for_stored_formats(kind: str, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "torch_dtype": "bfloat16"}
     if kind == "mxfp4":
         write_mxfp4(write_sparse(tmp_path / "source", "gpt_oss", **sizes | {"intermediate_size": 96}), tmp_path / "q")
     else:
         source = write_architecture(tmp_path / "source", "LlamaForCausalLM", **sizes)
         write_quantized(source, tmp_path / "q", kind)
-    assert said(tmp_path / "q", tensor_parallel_size=2) == said(tmp_path / "q")
+    assert answers_of(tmp_path / "q", tensor_parallel_size=2) == answers_of(tmp_path / "q")
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8])
@@ -88,12 +88,12 @@ def test_ranks_have_every_column_once(what: Columns) -> None:
 
 
 @pytest.mark.parametrize("world", [5, 7, 16])
-def test_more_ranks_than_heads_are_refused_with_what_is_possible(world: int) -> None:
+def test_more_ranks_than_heads_are_refused_with_possible_numbers(world: int) -> None:
     with pytest.raises(InvalidRequest, match=f"{world} ranks cannot share 8 heads, 4 key heads.*use 1, 2, 3, 4"):
         LLM(str(TARGET), tensor_parallel_size=world)
 
 
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {"tensor_parallel_size": 0}])
-def test_what_ranks_cannot_do_is_refused_by_name(options: dict[str, object]) -> None:
+def test_options_that_ranks_do_not_support_are_refused_by_name(options: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="tensor_parallel_size"):
         LLM(str(TARGET), **{"tensor_parallel_size": 2, **options})  # type: ignore[arg-type]

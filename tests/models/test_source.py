@@ -1,4 +1,4 @@
-"""What a name stands for: a folder, a bundled checkpoint, the hub, in this order; and what a mistaken name is told."""
+"""A model name is a folder, a bundled checkpoint or a hub id, in this order; and error messages for wrong names."""
 
 import shutil
 import sys
@@ -30,7 +30,7 @@ from forerun.models.source import find_checkpoint, find_tokenizer
 from kit.checkpoints import TARGET
 
 
-def test_a_folder_is_taken_as_it_is() -> None:
+def test_a_folder_is_used_as_it_is() -> None:
     assert find_checkpoint(str(TARGET)) == TARGET
 
 
@@ -100,7 +100,7 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
         (HFValidationError, "there is no folder owner/name, and as a hub id it is not valid"),
     ],
 )
-def test_what_the_hub_refuses_says_what_to_do(
+def test_an_error_of_the_hub_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception], message: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> str:
@@ -113,7 +113,7 @@ def test_what_the_hub_refuses_says_what_to_do(
 
 @pytest.fixture
 def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub that must not be asked."""
+    """A hub that must not be contacted."""
 
     def never(*_: Any, **__: Any) -> str:
         raise AssertionError("the network was tried")
@@ -126,7 +126,7 @@ def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "meant"),
     [("stdlb", "stdlib"), ("stdlib-drft", "stdlib-draft"), ("std-lib", "stdlib"), ("my-modl", "my-model")],
 )
-def test_a_misspelt_name_is_told_what_is_near_it_and_nothing_of_the_network(
+def test_the_error_for_a_misspelt_name_suggests_a_near_one_without_using_the_network(
     name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -160,7 +160,7 @@ def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
 
 
 @pytest.mark.parametrize("kind", ["block", "eagle", "early-exit", "medusa", "mtp"])
-def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> None:
+def test_the_error_for_heads_of_another_kind_names_their_kind(kind: str, tmp_path: Path) -> None:
     """Unless nothing in config.json shows the kind, where what is missing is named when it is looked for."""
     for name, folder in BUNDLED_HEADS.items():
         own = folder.name
@@ -185,20 +185,20 @@ def test_heads_of_another_kind_are_told_their_own(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("unreached")
 @pytest.mark.parametrize("name", BUNDLED_HEADS)
-def test_heads_in_the_place_of_a_model_or_a_drafter_are_told_how_they_draft(name: str) -> None:
-    """And what they are told is a drafter of the bundled target."""
-    own = BUNDLED_DRAFTS[name]
-    with pytest.raises(ModelNotFound, match=f"{name} is a drafter for stdlib, not a model: write {own} as a"):
+def test_the_error_for_heads_in_place_of_a_model_names_their_drafter(name: str) -> None:
+    """The drafter that the message names drafts for the bundled target."""
+    spec = BUNDLED_DRAFTS[name]
+    with pytest.raises(ModelNotFound, match=f"{name} is a drafter for stdlib, not a model: write {spec} as a"):
         find_checkpoint(name)
     target = Blueprint.of("stdlib")
     context = DraftContext(target, target.tokenizer())
-    with pytest.raises(UnknownDrafter, match=f"there is no drafter '{name}': did you mean {own}[?] Otherwise choose"):
+    with pytest.raises(UnknownDrafter, match=f"there is no drafter '{name}': did you mean {spec}[?] Otherwise choose"):
         plan_drafter(name, context)
-    assert plan_drafter(own, context).num_members == 1
+    assert plan_drafter(spec, context).num_members == 1
 
 
 @pytest.mark.usefixtures("unreached")
-def test_a_misspelt_path_is_told_the_folder_beside_it(tmp_path: Path) -> None:
+def test_the_error_for_a_misspelt_path_suggests_the_folder_next_to_it(tmp_path: Path) -> None:
     (tmp_path / "llama-8b").mkdir()
     (tmp_path / "llama-8b" / "config.json").touch()
     with pytest.raises(ModelNotFound, match=f"did you mean {tmp_path}/llama-8b[?] Otherwise"):
@@ -269,7 +269,9 @@ def test_a_folder_in_the_working_directory_wins(elsewhere: Path) -> None:
     assert find_checkpoint("stdlib").resolve() == elsewhere / "stdlib"
 
 
-def test_a_package_without_its_data_says_so(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_its_data_is_a_named_error(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(source.BUNDLED, "stdlib", tmp_path / "lost")
     with pytest.raises(ModelNotFound, match=r"stdlib should be in the package, but .*lost is missing: install"):
         find_checkpoint("stdlib")

@@ -1,4 +1,4 @@
-"""ModelSpec takes every spelling of what loads a model, keeps one of each, and refuses the rest by name."""
+"""ModelSpec accepts every spelling of the loading options, stores one form of each, and refuses the rest by name."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ FIXED = Placement(torch.device("cpu"), fixed=True)
         ("auto", "auto"),
     ],
 )
-def test_a_number_format_is_kept_by_one_name(given: Any, kept: str) -> None:
+def test_a_number_format_is_stored_under_one_name(given: Any, kept: str) -> None:
     assert ModelSpec("stdlib", dtype=given) == ModelSpec("stdlib", dtype=kept)
     assert ModelSpec("stdlib", dtype=given).dtype == kept
 
@@ -53,7 +53,7 @@ def test_a_path_is_kept_as_text() -> None:
         *(("one_gemm", value) for value in (1, None, "yes")),
     ],
 )
-def test_what_cannot_be_asked_for_is_named(field: str, value: Any) -> None:
+def test_unsupported_options_are_refused_by_name(field: str, value: Any) -> None:
     options: Any = {"model": "stdlib"} | {field: value}
     with pytest.raises(InvalidRequest, match=rf"^{field}: ") as caught:
         ModelSpec(**options)

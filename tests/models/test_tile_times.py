@@ -1,4 +1,4 @@
-"""Tiles by measurement: the fastest is taken and kept by card; what is kept is used, unless it is of other tiles."""
+"""Tiles are chosen by measurement: the fastest is stored per GPU and reused, unless the set of tiles has changed."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def chosen() -> dict[int, Tile]:
     return layers[0].tiles
 
 
-def test_the_fastest_is_taken_once_and_kept_by_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_tile_is_measured_once_and_stored_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     best = {rows: fitting(TILES, rows)[-1] for rows in ROWS}
     assert chosen() == best
     assert {rows for rows, _ in measured} == set(ROWS)
@@ -81,7 +81,7 @@ def test_the_fastest_is_taken_once_and_kept_by_card(monkeypatch: pytest.MonkeyPa
     lambda kept: json.dumps({key: tiles | {str(ROWS[1]): [64, 8, 8, 8, 8]} for key, tiles in kept.items()}),
     lambda kept: json.dumps({key: tiles | {str(ROWS[0]): list(astuple(TILES[-1]))} for key, tiles in kept.items()}),
 ])  # fmt: skip
-def test_what_is_kept_of_other_tiles_or_damaged_is_measured_again(damage: Callable[[dict], str]) -> None:
+def test_stored_times_of_other_tiles_and_damaged_files_are_measured_again(damage: Callable[[dict], str]) -> None:
     best = chosen()
     tiles_file().write_text(damage(json.loads(tiles_file().read_text())))
     measured.clear()
@@ -103,7 +103,7 @@ def test_where_there_is_one_tile_nothing_is_measured(monkeypatch: pytest.MonkeyP
     assert not measured
 
 
-def test_a_folder_that_cannot_be_written_loses_nothing_but_time(
+def test_an_unwritable_folder_only_costs_another_measurement(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")

@@ -1,4 +1,4 @@
-"""Every launch compiles for cards that are not here, without spilling registers, on any machine that has triton."""
+"""Every launch compiles for GPUs that are not here, without spilling registers, on any machine with triton."""
 
 import os
 import subprocess

@@ -41,7 +41,7 @@ from models.kernel_laws import (
     check_experts,
     check_norms,
     check_rotation,
-    check_rows_are_strangers,
+    check_rows_are_independent,
     check_runs_have_the_bits_of_splits,
     check_tiles_of_experts,
     random_case,
@@ -92,7 +92,7 @@ def test_attention_in_bfloat16_differs_by_its_rounding(ops: TritonOps) -> None:
     [(0, torch.float32), (1, torch.float32), (5, torch.bfloat16), (6, torch.float32), (7, torch.bfloat16)],
 )
 def test_attention_of_a_tree_node_has_the_bits_of_plain_decoding(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
-    check_rows_are_strangers(ops, random_case(seed, dtype=dtype, **SHAPES[seed]))
+    check_rows_are_independent(ops, random_case(seed, dtype=dtype, **SHAPES[seed]))
 
 
 def test_the_check_of_independent_rows_can_fail(ops: TritonOps) -> None:
@@ -104,7 +104,7 @@ def test_the_check_of_independent_rows_can_fail(ops: TritonOps) -> None:
             return out + 1e-7 * out[:1]
 
     with pytest.raises(AssertionError, match="row"):
-        check_rows_are_strangers(Sociable(ops.kernels), random_case(0, **SHAPES[0]))
+        check_rows_are_independent(Sociable(ops.kernels), random_case(0, **SHAPES[0]))
 
 
 @pytest.mark.short("1-dtype1")
@@ -115,7 +115,7 @@ def test_attention_over_long_reads_has_the_bits_of_single_rows(ops: TritonOps, s
 
 
 @pytest.mark.short("None-dtype0-1e-05")
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of unused pairs
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_experts_follow_their_definition_and_rows_are_independent(
@@ -178,14 +178,14 @@ ONE_GEMM, TEXT = Placement(torch.device("cpu"), fixed=True, one_gemm=True), [403
 @pytest.mark.full
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_a_model_reads_chunks_and_trees_to_the_same_bits(ops: TritonOps, quantize: Quantization | None) -> None:
-    """A text token by token, at once, and as a path of a tree beside other sequences: with one product, one result."""
+    """A text read token by token, at once, and as a path of a tree in a batch has the same logits."""
     decoder = Blueprint.of(str(TARGET), dtype="float32", quantize=quantize, device=ONE_GEMM).load(64).decoder
     decoder.layers = decoder.layers[:2]
     check_reads(ops, decoder)
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of pairs that nobody reads
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of unused pairs
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
 def test_quantised_experts_read_chunks_and_trees_to_the_same_bits(
     ops: TritonOps, quantize: Quantization | None, tmp_path: Path

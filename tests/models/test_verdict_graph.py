@@ -1,4 +1,4 @@
-"""A verdict by one graph is the verdict of `verify`, to the bit; what the graph cannot judge it leaves to that."""
+"""A verdict by one graph is that of `verify`, to the bit; rounds that the graph cannot verify are left to `verify`."""
 
 import random
 from dataclasses import replace
@@ -41,7 +41,7 @@ def judged(graph: VerdictGraph, draws: Draws, tree: DraftTree, logits: torch.Ten
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_graphs_verdict_is_that_of_the_rules(seed: int, width: int, filtered: bool) -> None:
-    """One graph object over many rounds, so that tables hold what earlier rounds left in them."""
+    """One graph object over many rounds, so that tables hold values of earlier rounds."""
     dice, graph, accepted = random.Random(seed), make(), 0
     for _ in range(80):
         batch, num_ids = dice.randint(1, 6), dice.choice([VOCAB, 33])
@@ -57,7 +57,7 @@ def test_a_graphs_verdict_is_that_of_the_rules(seed: int, width: int, filtered: 
 
 
 @pytest.mark.parametrize("most", [0, 3, 20], ids=["alone", "few", "many"])
-def test_log_probabilities_come_along(most: int) -> None:
+def test_a_graphs_verdict_has_log_probabilities(most: int) -> None:
     """Of as many alternatives as each request wants, under its own grammar."""
     dice, graph, compared = random.Random(most), make(), 0
     for _ in range(40):
@@ -79,12 +79,12 @@ def test_log_probabilities_come_along(most: int) -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True], ids=["temperature", "filtered"])
-def test_guesses_that_the_host_has_not_seen_are_judged_as_those_that_it_has(filtered: bool) -> None:
+def test_draft_tokens_unknown_to_the_host_are_verified_like_known_ones(filtered: bool) -> None:
     dice, graph = random.Random(0), make()
     for _ in range(40):
         draws, tree, logits = round_of(dice, 1, dice.randint(1, 4), filtered=filtered)
         if draws.constrained:
-            continue  # guesses that a grammar judges are fetched
+            continue  # with a grammar the draft tokens are fetched
         hosts = [HostTree.unseen(len(host.tokens) - 1) for host in tree.host()]
         tokens = tree.tokens.clone()
         for row in tokens:  # a device may have drawn nothing at some place
@@ -96,7 +96,7 @@ def test_guesses_that_the_host_has_not_seen_are_judged_as_those_that_it_has(filt
         assert torch.equal(found, verify(unseen, logits, draws, "coupled").packed)
 
 
-def test_what_the_graph_cannot_judge_is_left_to_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_that_the_graph_cannot_verify_are_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, tree, logits = round_of(random.Random(1), 1, 2)
     unseen = replace(tree, known=[HostTree.unseen(len(host.tokens) - 1) for host in tree.host()])
     others = {"logits_processors": (odd,)}, {"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}
@@ -115,7 +115,7 @@ def test_what_the_graph_cannot_judge_is_left_to_the_rules(monkeypatch: pytest.Mo
     assert judged(make(), draws, tree, torch.zeros(MOST_ROWS + 1, VOCAB)) is None
 
 
-def test_rounds_that_shrink_take_the_shape_that_is_there() -> None:
+def test_smaller_rounds_use_the_existing_shape() -> None:
     graph = make()
     graph.tables_of(graph.shape_of(VerdictShape(5, 1, 5, 4)))
     for depth in range(1, 5):
@@ -123,7 +123,7 @@ def test_rounds_that_shrink_take_the_shape_that_is_there() -> None:
     assert graph.shape_of(VerdictShape(1, 1, 1, 0)) not in graph.tables, "a plain round is not padded so far"
 
 
-def test_a_graph_makes_no_costly_transforms_that_no_row_asks_for_and_few_graphs_serve_all_others() -> None:
+def test_few_graphs_serve_all_parameters_without_unneeded_costly_transforms() -> None:
     def steps_of(**params: Any) -> Steps:
         return RoundTables([RowSampling(0, SamplingParams(**params), 0, 0, [1, 2, 3], 1, (0,))], VOCAB).steps
 

@@ -1,4 +1,4 @@
-"""Checkpoints are found, judged before they are loaded, and loaded within the memory of their weights."""
+"""Checkpoints are found, checked before they are loaded, and loaded within the memory of their weights."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_a_tensor_owns_its_memory(tmp_path: Path, sharded: dict[str, Tensor]) ->
     assert torch.equal(taken, sharded["a"] + 1)
 
 
-def test_a_tensor_that_is_not_in_its_shard_is_named(tmp_path: Path, sharded: dict[str, Tensor]) -> None:
+def test_a_tensor_missing_from_its_shard_is_named(tmp_path: Path, sharded: dict[str, Tensor]) -> None:
     save_file({"other": sharded["b"]}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(MissingWeights, match=r"00002\.safetensors has no tensor b, which model\.safetensors\.index"):
         Checkpoint(tmp_path, torch.float32)
@@ -155,7 +155,7 @@ def save_model(folder: Path, config: ModelConfig, seed: int = 0) -> dict[str, Te
     return tensors
 
 
-def test_the_models_in_the_repository_hold_exactly_what_is_promised(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_models_in_the_repository_have_exactly_the_expected_tensors(caplog: pytest.LogCaptureFixture) -> None:
     for folder in (TARGET, SMALL):
         config = read_config(folder)
         stored = load_file(folder / "model.safetensors")
@@ -165,7 +165,7 @@ def test_the_models_in_the_repository_hold_exactly_what_is_promised(caplog: pyte
 
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])
-def test_every_promised_tensor_is_checked(tmp_path: Path, family: str) -> None:
+def test_every_expected_tensor_is_checked(tmp_path: Path, family: str) -> None:
     config = replace(read_config(TARGET), tied=False, qkv_bias=True, layers=2)
     if family in FAMILIES:
         (tmp_path / "config.json").write_text(json.dumps(BASE | FAMILIES[family] | {"num_hidden_layers": 2}))
@@ -184,7 +184,7 @@ def test_every_promised_tensor_is_checked(tmp_path: Path, family: str) -> None:
             check_weights(config, checkpoint)
 
 
-def test_tensors_of_no_account_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_tensors_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = read_config(TARGET)
     tensors = save_model(tmp_path, config)
     tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
@@ -240,7 +240,7 @@ def test_a_stored_head_counts_where_it_differs_from_the_embedding(
     assert judged == replace(config, tied=False)
 
 
-def test_explicit_formats_are_taken_at_their_word() -> None:
+def test_explicit_formats_are_used_unchanged() -> None:
     config = read_config(TARGET)
     spellings = {
         torch.float32: ("float32", "fp32", "float", "torch.float32"),

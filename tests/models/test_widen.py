@@ -1,7 +1,7 @@
-"""A widened checkpoint computes its source's function, for every family and every way of growing, or is not there.
+"""A widened checkpoint computes its source's function, for every family and way of widening, or is not written.
 
-The oracle is transformers: it reads the widened folder by itself and must give the source's logits. Mutants of the
-recipe must be caught by the check at the making and leave nothing behind.
+The oracle is transformers: it loads the widened folder and must give the source's logits. Mutants of the recipe must be
+caught by the check before writing and leave no files.
 """
 
 import json
@@ -86,7 +86,7 @@ def test_every_way_of_growing_keeps_the_function(case: Case, way: str, tmp_path:
 
 @pytest.mark.short("llama: theta", "gpt_oss: yarn of its own, no biases")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}: {case.name}")
-def test_every_family_keeps_its_function_or_is_refused(case: Case, tmp_path: Path) -> None:
+def test_widening_keeps_the_function_of_every_family_or_is_refused(case: Case, tmp_path: Path) -> None:
     if read_config(source_of(tmp_path / "unread", case)).is_plain:
         keeps_the_function(case, WAYS["all"], tmp_path)
         return
@@ -97,7 +97,7 @@ def test_every_family_keeps_its_function_or_is_refused(case: Case, tmp_path: Pat
 @pytest.mark.short("llama: all biases-all", "qwen3: listed windows, biases-all, oddly")
 @pytest.mark.parametrize("way", ["all", "all, oddly"])
 @pytest.mark.parametrize("case", [BIASED, WINDOWS], ids=lambda case: f"{case.family}: {case.name}")
-def test_an_eps_that_counts_keeps_its_weight(case: Case, way: str, tmp_path: Path) -> None:
+def test_a_large_eps_keeps_its_effect(case: Case, way: str, tmp_path: Path) -> None:
     """In head norms too, whose inputs keep their width."""
     keeps_the_function(with_large_eps(case), WAYS[way], tmp_path)
 
@@ -149,7 +149,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def test_dead_weights_are_random_of_the_size_of_living_ones(tmp_path: Path) -> None:
+def test_unused_weights_are_random_with_the_size_of_used_ones(tmp_path: Path) -> None:
     """Zeros are only where something would be added to the stream; the rest looks like its neighbours."""
     source = source_of(tmp_path / "source", BIASED)
     folder = widen(str(source), tmp_path / "wide", Wider(256, 6))
@@ -211,7 +211,7 @@ def test_sources_that_cannot_be_given_experts_are_named(case: Case, message: str
         widen(str(source), tmp_path / "wide", Wider(128, 3, experts=4))
 
 
-def test_the_seed_decides_the_dead_weights(tmp_path: Path) -> None:
+def test_the_seed_determines_the_unused_weights(tmp_path: Path) -> None:
     wider = Wider(128, 6)
     first, again, other = (
         tensors(widen(str(SMALL), tmp_path / name, wider, seed=seed))
@@ -286,7 +286,7 @@ MUTANTS: dict[str, tuple[str, object]] = {
 @pytest.mark.short("torch.float32-random columns of heads", "torch.float32-final norm forgotten")
 @pytest.mark.parametrize("mutant", MUTANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
-def test_a_wrong_recipe_is_caught_and_leaves_nothing(
+def test_a_wrong_recipe_is_caught_and_leaves_no_files(
     mutant: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = with_large_eps(WINDOWS if "head norms" in mutant else BIASED)
@@ -301,14 +301,14 @@ def test_a_wrong_recipe_is_caught_and_leaves_nothing(
     assert widen(str(source), tmp_path / "out" / "wide", Wider(256, 5)).is_dir()
 
 
-def test_nan_is_no_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_do_not_count_as_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "compare_logits", lambda *_: Agreement(float("nan"), 1.0, 1.0))
     with pytest.raises(WidenedDiffers):
         widen(str(SMALL), tmp_path / "wide", Wider(128, 6))
     assert not made_in(tmp_path)
 
 
-def test_what_is_there_is_never_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_never_overwritten(tmp_path: Path) -> None:
     wider = Wider(128, 6)
     for name in ("empty", "full", "file"):
         path = tmp_path / name
@@ -361,7 +361,7 @@ def test_the_cache_knows_weights_and_shape(tmp_path: Path, monkeypatch: pytest.M
     assert cached_widened(str(source), Wider(64, 4)).is_relative_to(tmp_path / "home" / ".cache" / "forerun")
 
 
-def test_two_at_once_make_one(tmp_path: Path) -> None:
+def test_two_concurrent_widenings_write_one_folder(tmp_path: Path) -> None:
     seen: dict[str, list[str]] = {"a": [], "b": []}
 
     def work(name: str) -> None:
@@ -391,20 +391,22 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         cached_widened(str(SMALL), Wider(128, 6))
 
 
-def test_shards_are_as_small_as_asked_and_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, float]] = []
+def test_shards_have_the_requested_size_and_progress_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress: list[tuple[str, float]] = []
     monkeypatch.setattr(module, "SHARD_BYTES", 200_000)
-    folder = widen(str(SMALL), tmp_path / "wide", Wider(128, 6), lambda *news: told.append(news))
+    folder = widen(str(SMALL), tmp_path / "wide", Wider(128, 6), lambda *news: progress.append(news))
     assert len(list(folder.glob("*.safetensors"))) > 3
     assert Blueprint.of(str(folder)).load(64).decoder.config.hidden == 128
-    for stage in {what for what, _ in told}:
-        fractions = [done for what, done in told if what == stage]
+    for stage in {what for what, _ in progress}:
+        fractions = [done for what, done in progress if what == stage]
         assert fractions == sorted(fractions), stage
         assert 0 < fractions[0] <= fractions[-1] == 1.0, stage
-    assert len({what for what, _ in told}) == 3
+    assert len({what for what, _ in progress}) == 3
 
 
-def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 10**6
 
@@ -418,7 +420,7 @@ def files_of(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_files_beside_the_weights_come_along(tmp_path: Path) -> None:
+def test_files_next_to_the_weights_are_copied(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for path in TARGET.iterdir():
@@ -517,12 +519,12 @@ def test_amounts_have_two_digits(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("0.5B", 5 * 10**8), ("21M", 21 * 10**6), ("21 m", 21 * 10**6), ("900k", 900_000), ("77", 77)]
 )
-def test_amounts_are_read_as_people_write_them(text: str, count: int) -> None:
+def test_amounts_are_parsed_in_usual_spellings(text: str, count: int) -> None:
     assert read_amount(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "B", "1T", "-3M", "1.2.3B"])
-def test_what_is_no_amount_is_named(text: str) -> None:
+def test_an_invalid_amount_is_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"parameters: .* is not a number of parameters: write it like 21M"):
         read_amount(text)
 
@@ -534,7 +536,7 @@ def wide_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, widen(str(data / "stories280k"), out / "draft", Wider(256, 8))
 
 
-def test_whatever_shows_a_number_says_widened(wide_pair: tuple[Path, Path]) -> None:
+def test_every_report_of_a_speed_says_that_the_model_is_widened(wide_pair: tuple[Path, Path]) -> None:
     target, draft = wide_pair
     widened = "stories260k (widened from 0.26 M to 1.2 M parameters)"
     given = ("--model", str(target), "--draft", f"model:{draft}", "-n", "4", "--max-model-len", "64", "-t", "0", "Once")

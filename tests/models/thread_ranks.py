@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: what they compute together is what processes would, without their start."""
+"""Ranks that are threads of this process: they compute the same as processes, without the time to start these."""
 
 import threading
 from collections.abc import Sequence
