@@ -1,4 +1,4 @@
-"""Chat templates of our own, each with calls as one family of models writes them, and what they are read with."""
+"""Chat templates with calls as each family of models writes them, and functions that parse the calls."""
 
 import json
 from collections.abc import Iterable
@@ -99,12 +99,12 @@ def parts(form: AnswerForm, pieces: Iterable[str]) -> list[tuple[str, Any]]:
 
 def joined(found: list[AnswerPart]) -> list[tuple[str, Any]]:
     """Parts with neighbours of a kind joined."""
-    told: list[tuple[str, Any]] = []
+    merged: list[tuple[str, Any]] = []
     for part in found:
         if part.call is not None:
-            told.append(("call", (part.call.name, json.loads(part.call.arguments))))
-        elif told and told[-1][0] == part.kind:
-            told[-1] = part.kind, told[-1][1] + part.text
+            merged.append(("call", (part.call.name, json.loads(part.call.arguments))))
+        elif merged and merged[-1][0] == part.kind:
+            merged[-1] = part.kind, merged[-1][1] + part.text
         else:
-            told.append((part.kind, part.text))
-    return told
+            merged.append((part.kind, part.text))
+    return merged

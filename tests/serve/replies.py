@@ -1,4 +1,4 @@
-"""One question to every interface, whole and as a stream: each answer is valid by its specification, in one form."""
+"""Sends one request to every interface, as a whole and as a stream; each answer must be valid by its specification."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ JsonObject = dict[str, Any]
 
 @dataclass
 class Reply:
-    """What an answer says, why it ended, and how many tokens the prompt, the answer and its reasoning have."""
+    """An answer's content, its finish reason, and the numbers of tokens of the prompt, the answer and its reasoning."""
 
     reasoning: str = ""
     text: str = ""
@@ -24,7 +24,7 @@ class Reply:
 
 
 def assert_valid(body: object, schema: str) -> None:
-    """That a body is what the specification says, where that is at hand."""
+    """Assert that a body is valid by the specification, if that is available."""
     if specification_file() is not None:
         assert_valid_by_specification(body, schema)
 
@@ -37,8 +37,8 @@ def flat_format(chat: JsonObject) -> JsonObject:
 
 def response_of(chat: JsonObject) -> JsonObject:
     """The body of /v1/responses that asks for what a chat asks for."""
-    own = ("messages", "max_tokens", "tools", "response_format")
-    body = {name: value for name, value in chat.items() if name not in own}
+    of_item = ("messages", "max_tokens", "tools", "response_format")
+    body = {name: value for name, value in chat.items() if name not in of_item}
     items: list[JsonObject] = []
     for message in chat["messages"]:
         if message["role"] == "tool":
@@ -63,8 +63,8 @@ def response_of(chat: JsonObject) -> JsonObject:
 
 def message_of(chat: JsonObject) -> JsonObject:
     """The body of /v1/messages so, for a chat without earlier calls."""
-    own = ("tools", "tool_choice", "parallel_tool_calls", "stop", "include_reasoning", "response_format")
-    body = {name: value for name, value in chat.items() if name not in own}
+    of_item = ("tools", "tool_choice", "parallel_tool_calls", "stop", "include_reasoning", "response_format")
+    body = {name: value for name, value in chat.items() if name not in of_item}
     if not chat.get("include_reasoning", True):
         body["thinking"] = {"type": "adaptive", "display": "omitted"}
     if "response_format" in chat:
@@ -166,22 +166,22 @@ def of_response_events(events: list[JsonObject]) -> Reply:
     last = events[-1]["response"]
     assert kinds[-1] == last["status"]
     for number, item in enumerate(last["output"]):
-        own = [each for each in events if each.get("output_index") == number]
-        names = [each["type"].removeprefix("response.") for each in own]
-        deltas = [each for each in own if each["type"].endswith(".delta")]
-        said = "".join(each["delta"] for each in deltas)
-        assert (names[0], names[-1], own[-1]["item"]) == ("output_item.added", "output_item.done", item)
-        assert own[0]["item"]["status"] == "in_progress"
-        assert {each.get("item_id", item["id"]) for each in own} == {item["id"]}
+        of_item = [each for each in events if each.get("output_index") == number]
+        names = [each["type"].removeprefix("response.") for each in of_item]
+        deltas = [each for each in of_item if each["type"].endswith(".delta")]
+        text = "".join(each["delta"] for each in deltas)
+        assert (names[0], names[-1], of_item[-1]["item"]) == ("output_item.added", "output_item.done", item)
+        assert of_item[0]["item"]["status"] == "in_progress"
+        assert {each.get("item_id", item["id"]) for each in of_item} == {item["id"]}
         if item["type"] == "function_call":
             assert names[1:-1] == ["function_call_arguments.delta", "function_call_arguments.done"]
-            assert own[0]["item"]["arguments"] == ""
-            assert said == own[2]["arguments"] == item["arguments"]
+            assert of_item[0]["item"]["arguments"] == ""
+            assert text == of_item[2]["arguments"] == item["arguments"]
         else:
             (part,) = item["content"]
             assert names[1] == "content_part.added"
             assert [name.partition(".")[2] for name in names[-3:]] == ["done"] * 3
-            assert said == part["text"]
+            assert text == part["text"]
             assert [entry for each in deltas for entry in each.get("logprobs", ())] == part.get("logprobs", [])
     opened = [kind for kind in kinds if kind.startswith("output_item")]
     assert opened == ["output_item.added", "output_item.done"] * len(last["output"])
@@ -246,7 +246,7 @@ def named_events(server: Running, path: str, body: JsonObject) -> list[JsonObjec
 
 
 def reply_of(server: Running, chat: JsonObject, response: JsonObject, message: JsonObject) -> Reply:
-    """What all interfaces say, whole and streamed, drafted and plain, to three bodies that ask for one thing."""
+    """The common answer of all interfaces to equivalent bodies, whole and streamed, drafted and plain."""
     reply = of_chat(server.post("/v1/chat/completions", **chat).json())
     assert of_chat(server.post("/v1/chat/completions", **chat | {"speculation": False}).json()) == reply
     options = {"stream_options": {"include_usage": True}}
@@ -258,6 +258,6 @@ def reply_of(server: Running, chat: JsonObject, response: JsonObject, message: J
     return reply
 
 
-def told_everywhere(server: Running, **chat: Any) -> Reply:
-    """What all interfaces say to what a chat asks for."""
+def reply_everywhere(server: Running, **chat: Any) -> Reply:
+    """The common answer of all interfaces to a chat."""
     return reply_of(server, chat, response_of(chat), message_of(chat))

@@ -1,4 +1,4 @@
-"""Calls of every form are found wherever the text is cut, and everything else stays as the model wrote it."""
+"""Calls of every form are found however the text is cut, and all other text stays as the model wrote it."""
 
 import itertools
 import json
@@ -37,8 +37,8 @@ BEGUN = {  # by form: texts that begin like a call and are none
 
 
 @pytest.mark.parametrize("name", BEGUN)
-def test_texts_of_calls_and_half_calls_are_split_alike_wherever_they_are_cut(name: str) -> None:
-    """Where no text begins like a call, every call is told, and every text between but for the blanks beside calls."""
+def test_texts_with_calls_and_partial_calls_are_split_alike_however_they_are_cut(name: str) -> None:
+    """If no text begins like a call, parts are all calls, and the texts between them without blanks next to calls."""
     dice, form, call = random.Random(name), answer(name, FUNCTIONS), written(TOKENIZER, name, ("weather", ROME))
     for number in range(60):
         pieces = dice.choices([call, call, *TEXTS, *(BEGUN[name] if number % 2 else ())], k=dice.randint(1, 7))
@@ -46,22 +46,22 @@ def test_texts_of_calls_and_half_calls_are_split_alike_wherever_they_are_cut(nam
         whole = parts(form, [text])
         for cuts in (range(len(text)), *(sorted(dice.choices(range(len(text) + 1), k=3)) for _ in range(4))):
             assert parts(form, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]) == whole, text
-        said = re.split(rf"\s*{re.escape(call.strip())}\s*", text)
-        told = [part for each in said for part in (("call", ("weather", ROME)), ("content", each))]
+        texts = re.split(rf"\s*{re.escape(call.strip())}\s*", text)
+        expected = [part for each in texts for part in (("call", ("weather", ROME)), ("content", each))]
         if number % 2 == 0:
-            assert whole == [(kind, what) for kind, what in told[1:] if what], text
+            assert whole == [(kind, what) for kind, what in expected[1:] if what], text
         if not any(kind == "call" for kind, _ in whole):
             assert whole == [("content", text)]
 
 
 def hermes_oracle(text: str) -> list[tuple[str, Any]]:
-    """The parts of a whole text of Hermes, with Python's own decoder of JSON."""
+    """The parts of an entire Hermes text, found with Python's JSON decoder."""
     found: list[tuple[str, Any]] = []
-    said, at, behind = "", 0, False
+    content, at, behind = "", 0, False
     while (place := text.find("<tool_call>", at)) >= 0:
         begin = place + len("<tool_call>")
         start = begin + len(text[begin:]) - len(text[begin:].lstrip())
-        said += text[at:place]
+        content += text[at:place]
         try:
             value, end = json.JSONDecoder(strict=False).raw_decode(text, start)
             call = object_call(value, FUNCTIONS)
@@ -69,16 +69,16 @@ def hermes_oracle(text: str) -> list[tuple[str, Any]]:
             call, end = None, start
         rest = text[end:].lstrip()
         if call is None or (rest and not rest.startswith("</tool_call>")):
-            said, at = said + "<tool_call>", begin
+            content, at = content + "<tool_call>", begin
             continue
         found += [
-            ("content", said.strip() if behind else said.rstrip()),
+            ("content", content.strip() if behind else content.rstrip()),
             ("call", (call.name, json.loads(call.arguments))),
         ]
-        said, behind = "", True
+        content, behind = "", True
         at = len(text) - len(rest.removeprefix("</tool_call>").lstrip())
-    said += text[at:]
-    found.append(("content", said.lstrip() if behind else said))
+    content += text[at:]
+    found.append(("content", content.lstrip() if behind else content))
     return [(kind, what) for kind, what in found if what]
 
 
@@ -120,7 +120,7 @@ def weather_of(arguments: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(st.data(), objects)
-def test_what_a_template_writes_of_a_call_is_read_as_that_call(name: str, data: st.DataObject, arguments: Any) -> None:
+def test_a_call_written_by_a_template_is_parsed_as_that_call(name: str, data: st.DataObject, arguments: Any) -> None:
     calls = [("weather", each) for each in ([arguments] if name in ("Harmony", "Llama 3") else [arguments, {}])]
     text = written(TOKENIZER, name, *calls)
     assert parts(answer(name, weather_of(arguments)), pieces_of(text, data)) == [("call", call) for call in calls], text
@@ -135,25 +135,25 @@ def pieces_of(text: str, data: st.DataObject) -> list[str]:
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=40, deadline=None)
 @given(st.data(), objects, st.sampled_from(["", "", "x", " so", "}", '"', "<", "\n", "</", "\\"]))
-def test_a_damaged_call_is_read_alike_in_all_pieces_and_stays_whole(
+def test_a_damaged_call_is_parsed_alike_in_any_pieces_and_loses_no_text(
     name: str, data: st.DataObject, arguments: Any, instead: str
 ) -> None:
-    """Cut off, with letters lost or others in their place: it is a call, or text to the letter."""
+    """Cut off, with letters lost or replaced: it is a call, or unchanged text."""
     text, form = written(TOKENIZER, name, ("weather", arguments)), answer(name, weather_of(arguments))
     start, end = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
     damaged = text[:start] + instead + text[end:]
-    told = parts(form, [damaged])
-    assert parts(form, pieces_of(damaged, data)) == told
-    if any(kind == "call" for kind, _ in told):
+    whole = parts(form, [damaged])
+    assert parts(form, pieces_of(damaged, data)) == whole
+    if any(kind == "call" for kind, _ in whole):
         return
     if name == "Harmony":  # whose heads are no text
         body = damaged.partition("<|message|>")[2].partition("<|call|>")[0]
-        assert body in "".join(what for _, what in told)
+        assert body in "".join(what for _, what in whole)
     else:
-        assert told == ([("content", damaged)] if damaged else [])
+        assert whole == ([("content", damaged)] if damaged else [])
 
 
-ARGUMENTS: list[tuple[str, Any]] = [  # an object beside the name, and the arguments; None: it is no call
+ARGUMENTS: list[tuple[str, Any]] = [  # an object next to the name, and the arguments; None: it is no call
     ('"arguments": {"a": 1}', {"a": 1}),
     ('"parameters": {"a": 1}', {"a": 1}),
     ('"arguments": null', {}),
@@ -203,7 +203,7 @@ LLAMA_TEXTS: list[tuple[str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("text", "arguments"), LLAMA_TEXTS)
-def test_a_whole_answer_is_a_call_or_nothing_of_it_is(text: str, arguments: list[Any]) -> None:
+def test_an_answer_that_must_be_a_call_is_one_in_full_or_none(text: str, arguments: list[Any]) -> None:
     form = answer(LLAMA, FUNCTIONS)
     for pieces in ([text], list(text)):
         assert [what[1] for kind, what in parts(form, pieces) if kind == "call"] == arguments
@@ -248,7 +248,7 @@ def test_a_parameter_is_text_unless_its_schema_says_otherwise(schema: Any, writt
     assert parts(answer("GLM-4.5", functions), [glm]) == [("call", ("f", {"a": value}))]
 
 
-def test_endings_inside_of_values_are_part_of_them() -> None:
+def test_end_markers_inside_of_values_are_part_of_the_values() -> None:
     text = (
         "<tool_call>\n<function=weather>\n<parameter=city>\nRome</parameter> and\n</parameter>\n"
         '<parameter=list>\n["</parameter></function>"]\n</parameter>\n</function>\n</tool_call>'
@@ -301,7 +301,7 @@ def test_splitting_takes_time_in_proportion_to_the_text(case: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_form_of_a_template_is_what_it_writes(name: str) -> None:
+def test_the_call_form_is_recognised_by_what_a_template_writes(name: str) -> None:
     assert call_form(TOKENIZER, TEMPLATES[name]) is NAMED[name]
     assert {form.name for form in FORMS} == set(TEMPLATES)
 
@@ -327,13 +327,13 @@ def test_a_template_of_no_known_form_is_refused(template: str, why: str) -> None
         assert refusal.value.param == "tools"
 
 
-def test_a_template_that_fails_without_calls_says_so() -> None:
+def test_a_template_that_fails_without_calls_is_a_named_error() -> None:
     for template in ("{% if", "{{ tools }}{{ nothing.more }}"):
         with pytest.raises(ChatTemplateError):
             call_form(TOKENIZER, template)
 
 
-def test_the_texts_that_a_template_asks_for_calls_with_do_not_count() -> None:
+def test_instructions_in_a_template_do_not_determine_its_call_form() -> None:
     """Templates of calls in tags show an example of the tags, and those of one form may mention another."""
     shown = HERMES_TEMPLATE.replace("For a call", 'Not {"name": "x", "parameters": {}} nor <function=x>, but')
     assert call_form(TOKENIZER, shown) is HERMES

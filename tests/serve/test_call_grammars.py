@@ -1,4 +1,4 @@
-"""Grammars of calls in every form: what they accept is read as calls that match their schemas, and nothing else is."""
+"""Grammars of calls in every form accept exactly texts that are parsed as calls matching their schemas."""
 
 import time
 from contextlib import suppress
@@ -89,7 +89,7 @@ def test_a_grammar_accepts_the_calls_that_match_their_schemas(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES[:-1])
-def test_calls_may_be_several_or_one_and_stand_behind_text(name: str) -> None:
+def test_one_or_several_calls_may_follow_text(name: str) -> None:
     one, two = CALLS[0][:2], ("now", {})
     both = written(name, one, two)
     assert accepts(use(name).grammar({}), both)
@@ -103,8 +103,8 @@ def test_calls_may_be_several_or_one_and_stand_behind_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_drawn_from_a_grammar_is_read_as_calls(name: str) -> None:
-    """A model that knows nothing of calls draws what it may; an answer that is whole has calls alone."""
+def test_answers_drawn_under_a_grammar_are_parsed_as_calls(name: str) -> None:
+    """With a model that was not trained for calls, complete answers consist of calls only."""
     drawn = {
         "weather": WEATHER | {"properties": dict(list(WEATHER["properties"].items())[:2])},
         "now": FUNCTIONS["now"],
@@ -139,11 +139,11 @@ def test_all_of_many_choices_may_be_made(kind: Any) -> None:
         assert accepts(grammar, written("Qwen3-Coder", ("f", {"a": kind(i)}))) == right
 
 
-@pytest.mark.parametrize("beside", [{}, {"description": "One of them."}])
+@pytest.mark.parametrize("siblings", [{}, {"description": "One of them."}])
 @pytest.mark.parametrize("inside", [{}, {"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"type": ["string"]}])
-def test_one_definition_may_be_meant_very_often(beside: Any, inside: Any) -> None:
-    """It is not copied as often, which would take gigabytes."""
-    often = {f"p{i}": {"$ref": "#/$defs/d", **beside} for i in range(8_000)}
+def test_one_definition_may_be_referenced_very_often(siblings: Any, inside: Any) -> None:
+    """The definition is not copied for every reference, which would take gigabytes."""
+    often = {f"p{i}": {"$ref": "#/$defs/d", **siblings} for i in range(8_000)}
     schema = {"$defs": {"d": {f"k{i}": 0 for i in range(8_000)} | inside}, "properties": often}
     began_s = time.thread_time()
     with pytest.raises(ApiError) as refusal:
@@ -171,7 +171,7 @@ UNKEPT = [
 
 
 @pytest.mark.parametrize(("schema", "why"), UNKEPT)
-def test_what_a_form_cannot_keep_of_a_schema_is_refused(schema: Any, why: str) -> None:
+def test_a_schema_that_a_call_form_cannot_enforce_is_refused(schema: Any, why: str) -> None:
     tools = ToolUse({"f": schema}, NAMED["Qwen3-Coder"], "required", True)
     with pytest.raises(ApiError, match=f"{why}.*cannot be enforced in calls in the format of Qwen3-Coder") as refusal:
         tools.grammar({})
@@ -190,7 +190,7 @@ odd = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from(["type", "properties", "required", "anyOf", "$ref", "$defs", "enum"]), odd))
-def test_no_schema_is_answered_with_a_fault_of_the_server(schema: Any) -> None:
+def test_no_schema_causes_a_server_error(schema: Any) -> None:
     """A schema that means nothing is refused when a grammar is made or compiled, or takes any text."""
     text = "<tool_call>\n<function=f>\n<parameter=a>\n7\n</parameter>\n</function>\n</tool_call>"
     assert [kind for kind, _ in parts(answer("Qwen3-Coder", {"f": schema}), [text])] == ["call"]

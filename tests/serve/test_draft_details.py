@@ -1,4 +1,4 @@
-"""`draft_details`: what a stream tells of its rounds is what the engine counted, and the answer stays the same."""
+"""`draft_details`: the rounds in a stream agree with the engine's counters, and the answer is the same."""
 
 from typing import Any
 
@@ -20,27 +20,27 @@ BODIES: list[dict[str, Any]] = [
 server = serving(lambda: drafting(f"mix[ngram,model:{SMALL}]"))
 
 
-def told(server: Running, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
-    """The chunks of a stream that tells its drafts."""
+def chunks_of(server: Running, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream with `draft_details`."""
     return server.events(path, **{"stream_options": {"include_usage": True}, "draft_details": True} | body)
 
 
-def path_of(guesses: list[dict[str, Any]]) -> list[int]:
-    """The accepted guesses from the text on; each follows the one before it, and there are no others."""
+def path_of(nodes: list[dict[str, Any]]) -> list[int]:
+    """The indices of accepted nodes, from the root down; asserts that they form one path."""
     path, at = [], -1
     while at is not None:
-        found = [i for i, guess in enumerate(guesses) if guess["accepted"] and guess["parent"] == at]
+        found = [i for i, node in enumerate(nodes) if node["accepted"] and node["parent"] == at]
         assert len(found) <= 1
         at = found[0] if found else None
         path += found
-    assert len(path) == sum(guess["accepted"] for guess in guesses)
+    assert len(path) == sum(node["accepted"] for node in nodes)
     return path
 
 
 @pytest.mark.parametrize("number", range(len(BODIES)))
 def test_rounds_add_up_to_the_answer_and_to_the_counts(server: Running, number: int) -> None:
     body = {"prompt": PROMPT, **BODIES[number]}
-    chunks = told(server, **body)
+    chunks = chunks_of(server, **body)
     params = SamplingParams(**{name: value for name, value in BODIES[number].items() if name != "speculation"})
     expected = plain().generate(PROMPT, params, use_tqdm=False)[0]
     rounds: dict[int, list[dict[str, Any]]] = {sample.index: [] for sample in expected.outputs}
@@ -49,21 +49,21 @@ def test_rounds_add_up_to_the_answer_and_to_the_counts(server: Running, number: 
             rounds[choice["index"]].append(choice["draft"])
             assert "".join(part["text"] for part in choice["draft"]["segments"]) == choice["text"]
     for sample in expected.outputs:
-        own = rounds[sample.index]
-        assert [each["round"] for each in own] == list(range(1, len(own) + 1))
-        assert [token["id"] for each in own for token in each["tokens"]] == list(sample.token_ids)
-        assert "".join(part["text"] for each in own for part in each["segments"]) == sample.text
-        said = [token for each in own for token in each["tokens"]]
-        for each in own:
-            assert each["first"] == sum(len(earlier["tokens"]) for earlier in own[: each["round"] - 1])
-            check_origins(each, last=each is own[-1])
+        of_sample = rounds[sample.index]
+        assert [each["round"] for each in of_sample] == list(range(1, len(of_sample) + 1))
+        assert [token["id"] for each in of_sample for token in each["tokens"]] == list(sample.token_ids)
+        assert "".join(part["text"] for each in of_sample for part in each["segments"]) == sample.text
+        tokens = [token for each in of_sample for token in each["tokens"]]
+        for each in of_sample:
+            assert each["first"] == sum(len(earlier["tokens"]) for earlier in of_sample[: each["round"] - 1])
+            check_origins(each, last=each is of_sample[-1])
             for part in each["segments"]:
                 assert part["token"] < each["first"] + len(each["tokens"])
-                assert said[part["token"]]["origin"] == part["origin"]
-    usage, every = chunks[-1]["usage"]["speculation"], [each for own in rounds.values() for each in own]
+                assert tokens[part["token"]]["origin"] == part["origin"]
+    usage, every = chunks[-1]["usage"]["speculation"], [each for of_sample in rounds.values() for each in of_sample]
     assert usage["num_rounds"] == len(every)
     assert usage["num_drafted"] == sum(len(each["guesses"]) for each in every)
-    assert usage["num_accepted"] == sum(guess["accepted"] for each in every for guess in each["guesses"])
+    assert usage["num_accepted"] == sum(node["accepted"] for each in every for node in each["guesses"])
     drafters = {each["drafter"] for each in every if each["guesses"]}
     assert drafters <= set(server.llm.drafter_names)
     assert (drafters == {"ngram"}) or number != 2
@@ -71,35 +71,35 @@ def test_rounds_add_up_to_the_answer_and_to_the_counts(server: Running, number: 
 
 
 def check_origins(each: dict[str, Any], last: bool) -> None:
-    """The tokens of a round are its accepted guesses and one more, whose origin says why; an end may cut them."""
-    guesses = each["guesses"]
-    path = path_of(guesses)
-    ids, origins = [guesses[i]["id"] for i in path], ["drafted"] * len(path)
+    """A round's tokens are its accepted draft tokens and one of another origin; the answer's end may cut them."""
+    nodes = each["guesses"]
+    path = path_of(nodes)
+    ids, origins = [nodes[i]["id"] for i in path], ["drafted"] * len(path)
     leaf = path[-1] if path else -1
-    refused = any(guess["parent"] == leaf for guess in guesses)
-    origins.append(("recovered" if refused else "bonus") if guesses else "target")
+    refused = any(node["parent"] == leaf for node in nodes)
+    origins.append(("recovered" if refused else "bonus") if nodes else "target")
     tokens = each["tokens"]
     assert [token["origin"] for token in tokens] == origins[: len(tokens)]
     assert [token["id"] for token in tokens[: len(ids)]] == ids[: len(tokens)]
     assert len(tokens) == len(origins) or last
     if refused and len(tokens) == len(origins):
-        assert tokens[-1]["id"] not in [guess["id"] for guess in guesses if guess["parent"] == leaf]
+        assert tokens[-1]["id"] not in [node["id"] for node in nodes if node["parent"] == leaf]
 
 
-def test_a_chat_tells_them_too(server: Running) -> None:
+def test_a_chat_stream_has_draft_details_too(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": PROMPT}], "chat_template": TEMPLATE, "temperature": 0}
-    chunks = told(server, "/v1/chat/completions", **body, max_completion_tokens=12)
+    chunks = chunks_of(server, "/v1/chat/completions", **body, max_completion_tokens=12)
     drafts = [choice["draft"] for chunk in chunks for choice in chunk["choices"] if "draft" in choice]
     contents = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
     assert "".join(part["text"] for each in drafts for part in each["segments"]) == "".join(contents)
     assert sum(len(each["tokens"]) for each in drafts) == 12
 
 
-def test_what_is_not_asked_for_is_not_kept(server: Running) -> None:
+def test_draft_details_are_recorded_only_if_requested(server: Running) -> None:
     answer = server.post("/v1/completions", prompt=PROMPT, draft_details=True)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "draft_details"
-    chunks = told(server, prompt=PROMPT, draft_details=False)
+    chunks = chunks_of(server, prompt=PROMPT, draft_details=False)
     assert all("draft" not in choice for chunk in chunks for choice in chunk["choices"])
     deltas = list(server.llm.stream(PROMPT, SamplingParams(max_tokens=4, temperature=0)))
     assert all(delta.draft is None for delta in deltas)

@@ -1,4 +1,4 @@
-"""Literals: text that spells a special token in other tokens is told to the letter, and only such a token is a tag."""
+"""Literals: text that spells a special token in other tokens stays text, and only the special token itself is a tag."""
 
 import json
 from dataclasses import replace
@@ -32,9 +32,7 @@ server = serving(tagged)
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_calls_are_those_of_the_tokens_and_other_special_tokens_are_shown_on_demand(
-    server: Running, skip: bool
-) -> None:
+def test_calls_are_marked_by_special_tokens_and_others_are_shown_on_demand(server: Running, skip: bool) -> None:
     city, call = "[ARGS] of [TOOL_CALLS]", f'<[{id_of("[TOOL_CALLS]")}]> "weather" <[{id_of("[ARGS]")}]>'
     arguments = json.dumps(json.dumps({"city": city}))
     grammar = f'start: "See [TOOL_CALLS]weather[ARGS]{{}}, " <[{id_of("<|end|>")}]> "<|end|> " {call} {arguments}'
@@ -48,7 +46,7 @@ def test_calls_are_those_of_the_tokens_and_other_special_tokens_are_shown_on_dem
         assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": city}]
 
 
-def test_a_call_that_must_be_ends_with_the_token_that_its_closing_is(server: Running) -> None:
+def test_a_required_call_ends_with_its_closing_token(server: Running) -> None:
     form = CallForm("of the test", "object", "<think>\n", "\n</think>")
     special = {tag: id_of(tag) for tag in ("<think>", "</think>")}
     grammar = call_grammar(form, {"weather": None}, special, free=False, several=False)
@@ -67,7 +65,7 @@ def test_a_call_that_must_be_ends_with_the_token_that_its_closing_is(server: Run
         ("Hermes", "</tool_call>", '<tool_call>{"name": "weather", "arguments": {}}%s and so on'),
     ],
 )
-def test_a_tag_is_its_token_alone(name: str, tag: str, text: str) -> None:
+def test_only_the_special_token_is_a_tag(name: str, tag: str, text: str) -> None:
     form = answer(name, {"weather": {}}, special={tag: 5})
     before, behind = text.split("%s")
     for special in (True, False):
@@ -128,7 +126,7 @@ BACK = str.maketrans("\ue000\ue001", "<[")
 )
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_an_answer_is_read_as_if_its_text_could_spell_no_tag(
+def test_text_that_spells_a_tag_is_parsed_as_text(
     tokenizer: Tokenizer, template: str, prompt: str, data: st.DataObject
 ) -> None:
     """The oracle has other letters in text, with which no tag begins."""

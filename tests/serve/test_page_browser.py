@@ -15,7 +15,7 @@ from kit.checkpoints import SMALL, TARGET
 from kit.engines import plain
 from kit.servers import TEMPLATE, Running, drafting, running, serving, until
 
-PATIENCE_MS = 300_000  # only to end a hang
+PATIENCE_MS = 300_000  # a limit that ends a hang
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
 )
@@ -40,7 +40,7 @@ def browser() -> Iterator[Any]:
 
 
 def absent(why: str) -> None:
-    """End the tests here: as failures where nobody would notice a skip."""
+    """End the tests here: as failures where a skip would go unnoticed."""
     if os.environ.get("CI"):
         pytest.fail(why)
     pytest.skip(why)
@@ -51,13 +51,13 @@ server = serving(lambda: drafting(f"mix[ngram,model:{SMALL}]"))
 
 @pytest.fixture
 def page(browser: Any, server: Running) -> Iterator[Any]:
-    """The page, which must neither complain nor ask anybody else."""
+    """The page, which must log no error and send no request to another server."""
     with opened(browser, server) as found:
         yield found
 
 
 class opened:  # noqa: N801
-    """A page of a server; problems are what its console said."""
+    """A page of a server; `problems` are the errors in its console."""
 
     def __init__(self, browser: Any, server: Running, **options: Any) -> None:
         self.context = browser.new_context(**options)
@@ -68,12 +68,12 @@ class opened:  # noqa: N801
         self.page.set_default_timeout(PATIENCE_MS)
         self.problems: list[str] = []
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", self.hear)
+        self.page.on("console", self.on_console)
         self.page.on("request", self.check)
         self.page.goto(self.server.url)
         return self.page
 
-    def hear(self, message: Any) -> None:
+    def on_console(self, message: Any) -> None:
         if message.type in ("error", "warning") and "status of 4" not in message.text:
             self.problems.append(message.text)
 
@@ -104,7 +104,7 @@ def finished(page: Any) -> str:
     return str(page.inner_text("#verdict"))
 
 
-def test_both_answers_are_those_of_the_library_and_the_page_says_so(page: Any, server: Running) -> None:
+def test_both_answers_are_those_of_the_library_and_reported_as_equal(page: Any, server: Running) -> None:
     asked(page)
     assert "The same 40 tokens as plain decoding, one by one (seed 7)." in finished(page)
     params = SamplingParams(max_tokens=40, seed=7, temperature=0.8)
@@ -172,7 +172,7 @@ def test_at_the_same_time_with_a_chosen_drafter_and_tree_by_keyboard_alone(page:
     assert f"by {DRAFTER}, " in page.inner_text("#said")
 
 
-def test_a_chat_model_is_talked_with_in_its_template_and_keeps_the_conversation(browser: Any, tmp_path: Path) -> None:
+def test_a_chat_uses_the_models_template_and_keeps_the_conversation(browser: Any, tmp_path: Path) -> None:
     shutil.copytree(TARGET, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
     bodies: list[dict[str, Any]] = []
@@ -213,7 +213,7 @@ def test_a_chat_model_is_talked_with_in_its_template_and_keeps_the_conversation(
 
 
 @pytest.mark.full
-def test_a_run_can_be_stopped_and_leaves_the_server(page: Any, server: Running) -> None:
+def test_stopping_a_run_cancels_its_requests(page: Any, server: Running) -> None:
     asked(page, **{"f-max_tokens": "400", "f-other": '{"ignore_eos": true}'})
     page.wait_for_selector("#lane-drafted .tok")
     page.keyboard.press("Escape")
@@ -240,7 +240,7 @@ def answered(page: Any, change: Any) -> None:
     page.route("**/v1/completions", handle)
 
 
-def test_an_answer_that_differs_is_noticed(page: Any) -> None:
+def test_a_difference_between_the_answers_is_reported(page: Any) -> None:
     def other(draft: dict[str, Any], body: dict[str, Any]) -> None:
         for number, token in enumerate(draft["tokens"]):
             if body["speculation"] is False and draft["first"] + number == 5:
@@ -254,7 +254,7 @@ def test_an_answer_that_differs_is_noticed(page: Any) -> None:
         assert f"{name.title()}: " in page.get_attribute("#chart-speed", "aria-label")
 
 
-def test_text_is_never_markup(page: Any) -> None:
+def test_text_of_answers_is_never_rendered_as_markup(page: Any) -> None:
     def evil(draft: dict[str, Any], body: dict[str, Any]) -> None:
         for each in (*draft["segments"], *draft["guesses"], *draft["tokens"]):
             each["text"] = EVIL
@@ -271,7 +271,7 @@ def test_text_is_never_markup(page: Any) -> None:
 
 @pytest.mark.short("f-depth-*")
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("f-temperature", "-1", "temperature"),
         ("f-stop_token_ids", "1,x", "use token ids separated by commas"),
@@ -280,10 +280,10 @@ def test_text_is_never_markup(page: Any) -> None:
         ("f-other", '{"temprature": 1}', "did you mean 'temperature'"),
     ],
 )
-def test_a_mistake_is_told_where_it_was_made(page: Any, field: str, value: str, said: str) -> None:
+def test_a_refused_field_is_named_on_the_page(page: Any, field: str, value: str, message: str) -> None:
     asked(page, **{field: value})
     page.wait_for_selector("#alert:not([hidden])")
-    assert said in page.inner_text("#alert")
+    assert message in page.inner_text("#alert")
     assert page.is_enabled("#run")
 
 

@@ -1,4 +1,4 @@
-"""The page's files: all of them ship, none loads anything from elsewhere, and every parameter is on the form."""
+"""The page's files: all are packaged, none loads anything from other servers, and every parameter is on the form."""
 
 import re
 import tomllib
@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_a_file_is_sent_to_everybody_with_its_type_and_a_strict_policy(server: Running, path: str) -> None:
+def test_files_are_served_without_a_key_with_their_type_and_a_strict_policy(server: Running, path: str) -> None:
     with server.http() as http:
         answer = http.get(path)
     name, kind = FILES[path]
@@ -57,7 +57,7 @@ def test_every_file_has_an_address_and_ships() -> None:
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
-def test_nothing_is_loaded_from_elsewhere_and_no_markup_is_made_of_text(path: Path) -> None:
+def test_files_load_nothing_from_other_servers_and_do_not_build_markup_from_text(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not re.findall(r"(?:https?:)?//\w+\.\w+", text.replace("http://www.w3.org/2000/svg", ""))
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style="):

@@ -1,4 +1,4 @@
-"""Answers of a real server to OpenAI's own client: whole, streamed, under load and by the library they are the same."""
+"""Answers of a real server to OpenAI's client equal the library's: whole, streamed and under load."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -38,7 +38,7 @@ server = serving()
 
 @cache
 def alone(number: int) -> RequestOutput:
-    """The library's answer to a body, without a drafter and without anybody beside."""
+    """The library's answer to a body, decoded plainly and alone in the batch."""
     values = {"prompt": PROMPT, **BODIES[number], **BODIES[number].get(EXTRA, {})}
     values.pop(EXTRA, None)
     if "logit_bias" in values:
@@ -84,7 +84,7 @@ def collected(stream: Any, num_choices: int) -> tuple[list[dict[str, Any]], Any]
 
 @pytest.mark.short("0", "1", "2", "3", "4")
 @pytest.mark.parametrize("number", range(len(BODIES)))
-def test_whole_streamed_and_by_the_library_an_answer_is_the_same(server: Running, number: int) -> None:
+def test_an_answer_is_the_same_whole_streamed_and_from_the_library(server: Running, number: int) -> None:
     expected, client = alone(number), server.client()
     whole = client.completions.create(**body(number))
     for choice, sample in zip(whole.choices, expected.outputs, strict=True):
@@ -108,8 +108,8 @@ def test_whole_streamed_and_by_the_library_an_answer_is_the_same(server: Running
     assert usage.speculation["num_accepted"] == sum(usage.speculation["accepted_at_depth"])
 
 
-def test_under_load_every_answer_is_the_one_that_it_is_alone(server: Running) -> None:
-    """More at once than the batch holds, whole and streamed, with clients that leave in between."""
+def test_answers_under_load_are_those_of_requests_alone(server: Running) -> None:
+    """More requests at once than the batch holds, whole and streamed, with clients that disconnect."""
     client = server.client()
 
     def ask(turn: int) -> None:
@@ -131,7 +131,7 @@ def test_under_load_every_answer_is_the_one_that_it_is_alone(server: Running) ->
         list(pool.map(ask, range(40)))
 
 
-def test_a_seed_that_was_drawn_here_is_reported_and_gives_the_answer_again(server: Running) -> None:
+def test_a_drawn_seed_is_reported_and_reproduces_the_answer(server: Running) -> None:
     client = server.client()
     first = client.completions.create(model="stories", prompt=["Lily", "Tom"], temperature=1.5, max_tokens=12, n=2)
     assert 0 <= first.seed < 2**53  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def test_a_conversation_whole_streamed_and_by_the_library(server: Running) -> No
     assert roles == [1, 1]
 
 
-def test_the_folder_s_own_template_and_an_answer_that_goes_on(tmp_path: Path) -> None:
+def test_the_models_template_and_a_continued_answer(tmp_path: Path) -> None:
     for file in TARGET.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
@@ -251,7 +251,7 @@ def test_tokenize_and_detokenize_are_each_other_s_reverse(server: Running) -> No
     assert server.post("/detokenize", tokens=found["tokens"]).json()["prompt"].strip() == PROMPT
 
 
-def test_a_completion_that_says_nothing_of_its_length_has_16_tokens(server: Running) -> None:
+def test_a_completion_without_max_tokens_has_16_tokens(server: Running) -> None:
     found = server.client().completions.create(model="stories", prompt=PROMPT, temperature=0)
     assert found.usage is not None
     assert found.usage.completion_tokens == 16
@@ -265,7 +265,7 @@ def test_models(server: Running) -> None:
     assert client.models.retrieve("stories") == model
 
 
-def test_bodies_are_what_the_specification_says(server: Running) -> None:
+def test_answer_bodies_are_valid_by_the_specification(server: Running) -> None:
     completion = server.post("/v1/completions", prompt=PROMPT, max_tokens=6, logprobs=2, n=2, seed=1).json()
     assert_valid(completion, "CreateCompletionResponse")
     chat = {

@@ -1,4 +1,4 @@
-"""Bodies: every field of the specification has its class, and whatever cannot be served is refused by name."""
+"""Bodies: every field of the specification is classified, and unsupported fields are refused by name."""
 
 import logging
 import re
@@ -58,22 +58,24 @@ def fields(kind: str) -> list[Any]:
     "responses-max_tool_calls",
 )
 @pytest.mark.parametrize(("endpoint", "name"), fields("idle"))
-def test_what_cannot_change_the_text_has_no_effect(server: Running, endpoint: Endpoint, name: str) -> None:
+def test_fields_that_do_not_concern_the_text_have_no_effect(server: Running, endpoint: Endpoint, name: str) -> None:
     path, body = BODIES[endpoint]
     with_it, without = server.post(path, **body, seed=1, **{name: "x"}), server.post(path, **body, seed=1)
     assert with_it.status_code == without.status_code == 200
-    assert said(with_it.json()) == said(without.json())
+    assert content_of(with_it.json()) == content_of(without.json())
 
 
-def said(answer: dict[str, Any]) -> Any:
-    """What an answer says."""
+def content_of(answer: dict[str, Any]) -> Any:
+    """The content of an answer."""
     texts = [part["text"] for item in answer.get("output", ()) for part in item["content"]]
     return answer.get("choices") or answer.get("content") or texts
 
 
 @pytest.mark.short("completions-*", "responses-previous_response_id", "responses-background")
 @pytest.mark.parametrize(("endpoint", "name"), fields("unserved"))
-def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running, endpoint: Endpoint, name: str) -> None:
+def test_unsupported_fields_that_would_change_the_text_are_refused(
+    server: Running, endpoint: Endpoint, name: str
+) -> None:
     (path, body), field = BODIES[endpoint], KNOWN[endpoint][name]
     for harmless in (None, *field.harmless):
         assert server.post(path, **body, **{name: harmless}).status_code == 200
@@ -83,12 +85,15 @@ def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running,
     assert error["message"].startswith(f"{name}: ")
     assert error["message"].endswith(f" is not served here: {field.answer}.")
     if endpoint != "messages":
-        told = "unsupported_parameter", name, "invalid_request_error"
-        assert (error["code"], error["param"], error["type"]) == told
+        assert (error["code"], error["param"], error["type"]) == (
+            "unsupported_parameter",
+            name,
+            "invalid_request_error",
+        )
 
 
 @pytest.mark.parametrize(
-    ("content", "status", "said"),
+    ("content", "status", "message"),
     [
         (b"", 400, "invalid_json"),
         (b"[]", 400, "invalid_json"),
@@ -103,33 +108,35 @@ def test_what_would_change_the_text_and_is_not_built_is_refused(server: Running,
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_no_body(server: Running, content: bytes, status: int, said: str) -> None:
+def test_invalid_bodies_are_refused(server: Running, content: bytes, status: int, message: str) -> None:
     with server.http() as http:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
             answer = http.post(path, content=content, headers={"content-type": "application/json"})
             error = answer.json()["error"]
-            assert (answer.status_code, error["code"] == said or said in error["message"]) == (status, True), error
+            assert (answer.status_code, error["code"] == message or message in error["message"]) == (status, True), (
+                error
+            )
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"\xef\xbb\xbf{}", "begins with a byte order mark: leave that out"),
         (b'{"n":' + b"9" * 5000 + b"}", "4300 digits"),
     ],
 )
-def test_what_is_no_json_is_said_in_words_for_clients(content: bytes, said: str) -> None:
+def test_errors_of_invalid_json_are_worded_for_clients(content: bytes, message: str) -> None:
     """Python's own messages advise programs: which codec to use, which function of `sys` to call."""
-    with pytest.raises(ApiError, match=said) as caught:
+    with pytest.raises(ApiError, match=message) as caught:
         parse_json_body(content)
     assert not re.search(r"sys\.|utf-8-sig", str(caught.value))
 
 
-def test_an_answer_may_be_as_long_as_the_context_and_what_is_not_asked_for_is_cut(server: Running) -> None:
-    """A limit of the body must fit beside the prompt; one that the server supplies gives way."""
+def test_an_answer_may_fill_the_context_and_the_default_limit_is_reduced(server: Running) -> None:
+    """`max_tokens` of the body must fit into the context with the prompt; the server's default is reduced."""
     body = {"prompt": [1] * 500, "ignore_eos": True, "temperature": 0}
-    for own in ({"max_tokens": 12}, {}):
-        found = server.post("/v1/completions", **body, **own).json()
+    for limit in ({"max_tokens": 12}, {}):
+        found = server.post("/v1/completions", **body, **limit).json()
         assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (12, "length")
     refused = server.post("/v1/completions", **body, max_tokens=13)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
@@ -162,7 +169,7 @@ def test_other_types_methods_models_and_origins_are_refused(server: Running) -> 
     assert server.post("/tokenize", prompt="a", messages=[]).status_code == 400
 
 
-def test_a_template_of_a_body_is_run_where_that_is_allowed() -> None:
+def test_a_template_in_a_body_is_run_only_if_allowed() -> None:
     """The model has none, so that a conversation without it is refused for that."""
     brought = {"chat_template": "{{ messages[0].content }}"}
     talks = {
@@ -184,7 +191,7 @@ def test_a_template_of_a_body_is_run_where_that_is_allowed() -> None:
             assert (nested.status_code, nested.json()["error"]["param"]) == (400, "chat_template_kwargs")
 
 
-def test_every_address_of_get_answers_head_with_the_same_headers(server: Running) -> None:
+def test_head_gives_the_headers_of_get_at_every_address(server: Running) -> None:
     with server.http() as http:
         paths = [path for path, own in http.get("/openapi.json").json()["paths"].items() if "get" in own]
         assert {"/", "/health", "/ready", "/metrics", "/v1/models", "/page/settings"} < set(paths)
@@ -196,7 +203,7 @@ def test_every_address_of_get_answers_head_with_the_same_headers(server: Running
                 assert (head.headers["content-length"], head.headers["content-type"]) == (length, kind)
 
 
-def test_lenient_warns_of_unknown_names_and_refuses_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_lenient_mode_warns_of_unknown_fields_and_refuses_unsupported_ones(caplog: pytest.LogCaptureFixture) -> None:
     with drafting() as llm, running(llm, lenient=True) as server, caplog.at_level(logging.WARNING):
         assert server.post("/v1/completions", **OK, temprature=1).status_code == 200
         assert server.post("/v1/completions", **OK, best_of=3).status_code == 400

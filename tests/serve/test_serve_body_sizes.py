@@ -1,4 +1,4 @@
-"""Bodies are read in time that grows with their length and no faster, and what is said of them stays short."""
+"""Bodies are read in time linear in their length, and error messages stay short."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ LIMIT_S = 1.0  # of processor time for 100 KB; what is quadratic takes several s
 
 
 def asked(body: dict[str, Any], endpoint: Endpoint, lenient: bool) -> tuple[float, str]:
-    """Seconds of this thread's processor time that a body takes before anything runs, and what is said of it."""
+    """The processor time in seconds that this thread takes to read a body, and the error message, if any."""
     raw, began_s = json.dumps(body).encode(), time.thread_time()
     try:
         prepare(
@@ -78,7 +78,7 @@ def assert_quick(endpoint: Endpoint, shapes: Mapping[str, Callable[[int], Any]],
 
 
 @pytest.mark.parametrize("endpoint", BASES)
-def test_no_field_takes_long_or_is_repeated_whole(endpoint: Endpoint) -> None:
+def test_no_field_takes_long_or_is_repeated_in_full(endpoint: Endpoint) -> None:
     assert_quick(endpoint, {kind: SHAPES[kind] for kind in QUICK}, lenient=False)
 
 
@@ -86,7 +86,7 @@ def test_no_field_takes_long_or_is_repeated_whole(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize("lenient", [False, True])
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("endpoint", BASES)
-def test_no_field_takes_long_or_is_repeated_whole_in_any_shape(endpoint: Endpoint, kind: str, lenient: bool) -> None:
+def test_no_field_takes_long_or_is_repeated_in_full_in_any_shape(endpoint: Endpoint, kind: str, lenient: bool) -> None:
     assert_quick(endpoint, {kind: SHAPES[kind]}, lenient)
 
 
@@ -107,7 +107,7 @@ def test_no_field_takes_long_or_is_repeated_whole_in_any_shape(endpoint: Endpoin
     ],
     ids=range(11),
 )
-def test_a_long_body_is_judged_in_a_moment_and_in_a_few_words(raw: str, code: str) -> None:
+def test_a_long_body_is_refused_quickly_with_a_short_message(raw: str, code: str) -> None:
     began_s = time.thread_time()
     try:
         prepare(parse_json_body(raw.encode()), "completions", plain(), "", TRUSTING)
@@ -130,13 +130,13 @@ OF_CHATS: Mapping[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", OF_CHATS)
-def test_a_long_chat_is_judged_in_a_moment_and_in_a_few_words(kind: str) -> None:
+def test_a_long_chat_is_refused_quickly_with_a_short_message(kind: str) -> None:
     taken_s, problem = asked({**BASES["chat"], "chat_template": LONG_TEMPLATE, **OF_CHATS[kind]}, "chat", lenient=False)
     assert taken_s < LIMIT_S
     assert 0 < len(problem) < 1500
 
 
-def test_of_many_unknown_names_the_log_names_a_few(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_only_a_few_of_many_unknown_fields(caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": "Once", "temperatur": 1, "stop": "x"} | {f"temperature{i}": 1 for i in range(40_000)}
     with caplog.at_level(logging.WARNING, "forerun.serve"):
         taken_s, problem = asked(body, "completions", lenient=True)
@@ -147,7 +147,7 @@ def test_of_many_unknown_names_the_log_names_a_few(caplog: pytest.LogCaptureFixt
     assert len(record.getMessage()) < 1000
 
 
-def test_lenient_counts_for_names_inside_objects(caplog: pytest.LogCaptureFixture) -> None:
+def test_lenient_mode_applies_to_fields_inside_objects(caplog: pytest.LogCaptureFixture) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     body = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "extra": 1}], "other": 2}],
@@ -157,9 +157,9 @@ def test_lenient_counts_for_names_inside_objects(caplog: pytest.LogCaptureFixtur
         "stream_options": {"include_usage": True, "include_costs": True},
     }
     with caplog.at_level(logging.WARNING, "forerun.serve"):
-        wished, _ = prepare(body, "chat", plain(), "", LENIENT)
-    assert wished.include_usage
-    assert wished.requests[0].sampling_params.grammar is not None
+        prepared, _ = prepare(body, "chat", plain(), "", LENIENT)
+    assert prepared.include_usage
+    assert prepared.requests[0].sampling_params.grammar is not None
     for name in ("extra", "other", "strictly", "include_costs"):
         assert f'"{name}"' in caplog.text.replace("'", '"')
     known: dict[str, Any] = {"role": "user", "content": "Hi", "read_by_template": "!"}

@@ -1,4 +1,4 @@
-"""The command: mistakes are one line before anything is loaded, and without its packages it says how to get them."""
+"""The command: mistakes give one line before anything is loaded, and missing packages are named with the fix."""
 
 import os
 import socket
@@ -16,11 +16,11 @@ from kit.command import refusal
 MODEL = str(TARGET)
 
 
-def told(*arguments: str) -> str:
+def message_of(*arguments: str) -> str:
     return refusal("serve", "--model", MODEL, *arguments)
 
 
-def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_the_command_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for missing, words in (
         (["no_a"], "no_a, which is not installed"),
         (["no_a", "no_b"], "no_a and no_b, which are not installed"),
@@ -29,10 +29,10 @@ def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.Monkey
         monkeypatch.setattr(settings, "REQUIRED_PACKAGES", ("json", *missing))
         with pytest.raises(MissingPackage, match=rf"needs {words}: pip install 'forerun\[serve\]'"):
             require_packages()
-    assert "pip install 'forerun[serve]'" in told()
+    assert "pip install 'forerun[serve]'" in message_of()
 
 
-def test_a_model_is_called_as_it_was_given_and_a_gguf_file_by_its_name_alone() -> None:
+def test_a_model_is_served_under_its_given_name_and_a_gguf_file_under_its_file_name() -> None:
     for given, name in (
         ("/models/smollm2-135m.Q4_1.gguf", "smollm2-135m.Q4_1"),
         ("big-Q8_0-00001-of-00003.gguf", "big-Q8_0"),
@@ -45,25 +45,25 @@ def test_a_model_is_called_as_it_was_given_and_a_gguf_file_by_its_name_alone() -
         assert ServeSettings(served_model_name="mine").named(given).served_model_name == "mine"
 
 
-def test_mistakes_are_told_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: object) -> None:
         raise AssertionError("it was loaded")
 
     monkeypatch.setattr("forerun.commands.answering.build_llm", loaded)
     (tmp_path / "empty").write_text("# nobody\n")
     (tmp_path / "long").write_text("a b c\n")
-    assert "cannot be read" in told("--api-keys", str(tmp_path / "none"))
-    assert "holds no key" in told("--api-keys", str(tmp_path / "empty"))
-    assert "line 1, has 3 words" in told("--api-keys", str(tmp_path / "long"))
-    assert "give both, or neither" in told("--tls-key", "k.pem")
-    assert "tls_key: no.pem cannot be read (No such file" in told("--tls-key", "no.pem", "--tls-cert", "no.pem")
+    assert "cannot be read" in message_of("--api-keys", str(tmp_path / "none"))
+    assert "holds no key" in message_of("--api-keys", str(tmp_path / "empty"))
+    assert "line 1, has 3 words" in message_of("--api-keys", str(tmp_path / "long"))
+    assert "give both, or neither" in message_of("--tls-key", "k.pem")
+    assert "tls_key: no.pem cannot be read (No such file" in message_of("--tls-key", "no.pem", "--tls-cert", "no.pem")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        in_use = told("--port", str(taken.getsockname()[1]))
+        in_use = message_of("--port", str(taken.getsockname()[1]))
     assert "the server cannot listen on" in in_use
     assert "name another port, or 0 for any free one" in in_use
-    wrong_host = told("--host", "no such host")
+    wrong_host = message_of("--host", "no such host")
     assert "host: the server cannot listen on no such host:8000" in wrong_host
     assert "name an address of this machine" in wrong_host
 
@@ -75,21 +75,23 @@ def test_settings_are_checked(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"\xff\xfe", "cannot be read"),
         (b"a k1\nb k1\n", "line 2, repeats a key"),
         ("k\u00fc".encode(), "line 1: a key must be printable ASCII"),
     ],
 )
-def test_a_file_of_keys_that_would_not_do_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+def test_an_invalid_file_of_keys_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(content)
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         ApiKeys.read(tmp_path / "keys")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are of POSIX")
-def test_a_file_of_keys_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_of_keys_that_other_users_can_read_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "keys").write_text("k1")
     for mode, warned in ((0o600, False), (0o640, True), (0o604, True)):
         (tmp_path / "keys").chmod(mode)
@@ -98,6 +100,6 @@ def test_a_file_of_keys_that_others_can_read_is_warned_of(tmp_path: Path, caplog
         assert ("chmod 600" in caplog.text) == warned
 
 
-def test_a_mark_at_the_beginning_of_a_file_of_keys_is_not_part_of_a_key(tmp_path: Path) -> None:
+def test_a_byte_order_mark_in_a_file_of_keys_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfa k1\n")
     assert ApiKeys.read(tmp_path / "keys").tenant("Bearer k1") == "a"

@@ -1,4 +1,4 @@
-"""The OpenAPI document: it names every field, forbids no body that is taken, and what it forbids is refused."""
+"""The OpenAPI document names every field, allows every body that the server accepts, and the server refuses others."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ def schema_of(endpoint: Endpoint) -> Any:
     return jsonschema.Draft202012Validator(found)
 
 
-def taken(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
-    """Bodies that are taken, each with one field more."""
+def accepted_bodies(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
+    """Bodies that the server accepts, each with one more field."""
     typed = {name for name, field in KNOWN[endpoint].items() if field.types}
     for name in typed - {"model"}:  # which the service checks
         for value in VALUES:
@@ -44,8 +44,8 @@ def taken(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("endpoint", LEAST)
-def test_what_the_server_takes_is_allowed_by_its_description(endpoint: Endpoint) -> None:
-    schema, found = schema_of(endpoint), [*taken(endpoint)]
+def test_bodies_that_the_server_accepts_are_valid_by_its_description(endpoint: Endpoint) -> None:
+    schema, found = schema_of(endpoint), [*accepted_bodies(endpoint)]
     assert len(found) > 50
     for body in found:
         schema.validate(body)

@@ -1,6 +1,6 @@
-"""docs/serving.md is true: what it asks a server for is asked and answered, and its tables are those of the code.
+"""docs/serving.md is right: its requests are sent and answered, and its tables agree with the code.
 
-So are the files of contrib: their options are those of the command, and times to stop leave room to drain.
+The files of contrib are checked, too: their options exist, and their stop timeouts are long enough to drain.
 """
 
 import json
@@ -28,7 +28,7 @@ server = serving(lambda: LLM("stdlib", "model:stdlib-draft", speculation=3), ser
 
 
 @pytest.mark.parametrize(("language", "body"), BLOCK.findall(PAGE), ids=lambda value: value.split()[0])
-def test_what_is_asked_is_answered(
+def test_requests_in_the_documentation_are_answered(
     server: Running, language: str, body: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ADDRESS in body
@@ -53,18 +53,18 @@ def test_the_tables_name_every_field_of_their_class() -> None:
             kinds.setdefault(name, set()).add(field.kind)
     tables = {words: set(re.findall(r"`(\w+)`", names)) for names, words in rows}
     for kind, words in (("idle", "accepted without effect"), ("unserved", "unsupported_parameter")):
-        (found,) = (names for said, names in tables.items() if words in said)
-        assert found == {name for name, own in kinds.items() if own == {kind}}
+        (found,) = (names for heading, names in tables.items() if words in heading)
+        assert found == {name for name, of_name in kinds.items() if of_name == {kind}}
     for name in SAMPLING:
         assert f"`{name}`" in PAGE
 
 
-def test_every_metric_of_the_table_is_told(server: Running) -> None:
+def test_every_metric_of_the_table_is_reported(server: Running) -> None:
     with server.http() as http:
         http.post("/v1/completions", json={"prompt": "def ", "max_tokens": 8, "temperature": 0})
-        told = http.get("/metrics").text
+        metrics = http.get("/metrics").text
     for name in re.findall(r"`(forerun:\w+)", PAGE):
-        assert name in told or name.endswith("_gain")  # these are known where the depth is chosen
+        assert name in metrics or name.endswith("_gain")  # these are known where the depth is chosen
 
 
 def test_every_code_of_an_error_is_in_the_table() -> None:

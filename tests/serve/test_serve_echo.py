@@ -1,4 +1,4 @@
-"""Echo: a completion that begins with its prompt, and how likely the tokens of the prompt are."""
+"""Echo: a completion that begins with its prompt, and log-probabilities of the prompt's tokens."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_library(server: Running,
     assert_valid({**answer, "choices": [{**choice, "logprobs": None}]}, "CreateCompletionResponse")
 
 
-def test_ids_are_told_as_text_and_every_sample_begins_with_its_prompt(server: Running) -> None:
+def test_token_ids_are_echoed_as_text_and_every_sample_begins_with_its_prompt(server: Running) -> None:
     ids = [plain().get_tokenizer().encode(text) for text in TEXTS[:2]]
     body: dict[str, Any] = {"prompt": ids, "max_tokens": 3, "seed": 5, "n": 2}
     alone, echoed = (server.post("/v1/completions", **body, echo=echo).json() for echo in (False, True))
@@ -77,7 +77,7 @@ def test_usage_in_every_chunk_grows_to_that_of_the_answer(server: Running) -> No
     [{"n": 2, "best_of": 2}, {"best_of": 1}, {"suffix": ""}, {"echo": None}, {"stream_options": None}],
     ids=str,
 )
-def test_what_asks_for_nothing_else_changes_nothing(server: Running, fields: dict[str, Any]) -> None:
+def test_fields_with_default_values_change_nothing(server: Running, fields: dict[str, Any]) -> None:
     body: dict[str, Any] = {"prompt": "Once", "max_tokens": 3, "seed": 1, "n": fields.get("n", 1)}
     with_them, without = (server.post("/v1/completions", **body | each).json() for each in (fields, {}))
     assert with_them["choices"] == without["choices"]

@@ -1,4 +1,4 @@
-"""Full disks: answers go on whatever becomes of the log, of standard output, and of what is kept between starts."""
+"""Full disks: answers go on although the log, standard output or files kept between starts cannot be written."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ needs_posix = pytest.mark.skipif(os.name != "posix", reason="/dev/full and pipes
 
 
 @needs_posix
-def test_a_reader_that_stops_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_reader_that_stops_does_not_block_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has not taken is bounded, and what is written once it reads again arrives."""
     monkeypatch.setattr(streams, "PATIENCE_S", 0.05)
     reader, writer = os.pipe()
@@ -67,7 +67,7 @@ def test_a_reader_that_stops_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_posix
-def test_an_end_does_not_wait_for_a_reader_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_wait_for_a_log_reader_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "PATIENCE_S", 0.05)
     reader, writer = os.pipe()
     stream = BackgroundStream(writer, "utf-8")
@@ -82,7 +82,7 @@ def test_an_end_does_not_wait_for_a_reader_that_has_stopped(monkeypatch: pytest.
 
 @needs_posix
 @pytest.mark.parametrize("what", ["full", "no reader", "closed"])
-def test_whoever_writes_to_a_broken_stream_goes_on(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_to_a_broken_stream_raises_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = os.open("/dev/full", os.O_WRONLY)
     if what == "no reader":
         os.close(number)
@@ -124,7 +124,7 @@ def test_no_socket_takes_the_place_of_a_closed_stream() -> None:
 
 @contextmanager
 def serving(redirect: str, *options: str, **env: str) -> Iterator[httpx.Client]:
-    """The command itself in a shell, with its streams as told; it has to drain well at the end."""
+    """The command in a shell with redirected streams; asserts that it drains properly at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -164,7 +164,7 @@ def serving(redirect: str, *options: str, **env: str) -> Iterator[httpx.Client]:
         ),
     ],
 )  # fmt: skip
-def test_a_server_goes_on_whatever_becomes_of_its_streams(redirect: str) -> None:
+def test_a_server_goes_on_with_closed_full_or_unread_streams(redirect: str) -> None:
     with serving(redirect) as http:
         for number in range(30):
             assert http.get(f"/nowhere/{number}/{'x' * 8000}").status_code == 404  # together more than a pipe holds
@@ -174,7 +174,7 @@ def test_a_server_goes_on_whatever_becomes_of_its_streams(redirect: str) -> None
 @needs_posix
 @pytest.mark.full
 @pytest.mark.parametrize("where", ["full", "read-only", "nowhere"])
-def test_a_server_goes_on_without_a_place_for_what_it_keeps(where: str, tmp_path: Path) -> None:
+def test_a_server_goes_on_without_writable_cache_folders(where: str, tmp_path: Path) -> None:
     """Compiled kernels, measured costs and times of kernels; and past answers, whose disk becomes full later."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -203,7 +203,7 @@ def test_a_server_goes_on_without_a_place_for_what_it_keeps(where: str, tmp_path
             subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_disk_that_is_full_under_the_measured_costs_ends_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_for_measured_costs_does_not_prevent_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,4 +1,4 @@
-"""Half requests: heads and bodies without an end, and connections that say nothing, keep nobody from an answer."""
+"""Incomplete requests: heads and bodies without an end, and silent connections, do not block other requests."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def status_of(sock: socket.socket) -> int:
     return int(sock.recv(1 << 16).split()[1])
 
 
-def test_bodies_without_an_end_take_no_place_in_the_queue(server: Running) -> None:
+def test_incomplete_bodies_take_no_place_in_the_queue(server: Running) -> None:
     with ExitStack() as stack:
         for number in range(300):
             stack.enter_context(server.raw(head(PATHS[number % len(PATHS)], 99) + b"{"))
@@ -46,9 +46,7 @@ def test_bodies_without_an_end_take_no_place_in_the_queue(server: Running) -> No
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET / HTTP/1.1\r\nX: "], ids=["nothing", "line", "head"])
 @pytest.mark.parametrize("first", [b"", b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["first", "second"])
-def test_heads_without_an_end_are_cut_off(
-    server: Running, sent: bytes, first: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_incomplete_heads_time_out(server: Running, sent: bytes, first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """However steadily their bytes come, and also behind an answer, where uvicorn itself waits for ever."""
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
     began_s = time.monotonic()
@@ -67,8 +65,8 @@ def test_heads_without_an_end_are_cut_off(
 
 
 @pytest.mark.parametrize("key", ["", "unknown"], ids=["let in", "refused"])
-def test_a_body_that_drips_ends_at_its_time(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that was refused from its head, of which nobody reads the rest."""
+def test_a_slowly_sent_body_times_out(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that was refused from its head, the rest of which is not read."""
     monkeypatch.setattr(connections, "BODY_S", 0.2)
     monkeypatch.setattr(connections, "GRACE_S", 0.1)
     (tmp_path / "keys").write_text("known")
@@ -83,7 +81,7 @@ def test_a_body_that_drips_ends_at_its_time(key: str, tmp_path: Path, monkeypatc
     # 5 s later a drip would have been through
 
 
-def test_bodies_together_hold_a_bounded_memory_and_the_oldest_makes_room(server: Running) -> None:
+def test_bodies_being_received_have_bounded_memory_and_the_oldest_is_dropped(server: Running) -> None:
     """Nothing is read of one more than is let in, so what 17 of them hold is at most what 16 may."""
     held = server.server.service.uploads
     with ExitStack() as stack:
@@ -103,7 +101,7 @@ def test_bodies_together_hold_a_bounded_memory_and_the_oldest_makes_room(server:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=60))
-def test_bodies_in_any_order_hold_at_most_what_they_may(steps: list[tuple[int, int]]) -> None:
+def test_bodies_in_any_order_stay_within_the_memory_limit(steps: list[tuple[int, int]]) -> None:
     """The newest is never the one that makes room, and at the end nothing is held."""
 
     async def work() -> None:
@@ -139,7 +137,7 @@ def test_bodies_in_any_order_hold_at_most_what_they_may(steps: list[tuple[int, i
         asyncio.run(work())
 
 
-def test_what_comes_of_a_refused_body_is_not_kept() -> None:
+def test_the_rest_of_a_refused_body_is_not_stored() -> None:
     async def send() -> tuple[int, list[bytes]]:
         all_uploads = Uploads(most_bytes=100, most_s=30.0)
         refused = Upload(asyncio.timeout(None), ApiError(408, "late", code="body_too_slow"))
@@ -160,7 +158,7 @@ def test_a_drain_refuses_bodies_that_are_on_their_way() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /", head("/v1/completions", 99)], ids=["nothing", "head", "body"])
-def test_too_many_connections_cost_the_one_that_has_waited_longest(server: Running, sent: bytes) -> None:
+def test_too_many_connections_close_the_longest_waiting_one(server: Running, sent: bytes) -> None:
     all_of_them = server.server.connections
     before, all_of_them.most = all_of_them.most, 20
     try:

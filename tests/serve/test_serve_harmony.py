@@ -1,4 +1,4 @@
-"""Harmony: channels and calls by special tokens are told apart, and no special token is shown."""
+"""Harmony: channels and calls are separated by special tokens, and no special token is shown."""
 
 import itertools
 import random
@@ -54,34 +54,34 @@ TEXTS: list[tuple[str, list[tuple[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("text", "expected"), TEXTS)
-def test_channels_are_told_apart_wherever_the_text_is_cut(text: str, expected: list[tuple[str, Any]]) -> None:
+def test_channels_are_separated_however_the_text_is_cut(text: str, expected: list[tuple[str, Any]]) -> None:
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
         assert parts(FORM, pieces) == expected, pieces
 
 
-def test_a_template_is_harmonys_by_what_it_writes_and_not_by_what_it_mentions() -> None:
+def test_harmony_is_recognised_by_what_a_template_writes_not_by_what_it_mentions() -> None:
     tokenizer = Tokenizer.load(TARGET)
     mentions = "{# <|start|><|channel|><|message|> #}{% for m in messages %}{{ m.content }}{% endfor %}"
     quotes = "Not <|start|>x<|channel|>y<|message|>. " + mentions
     assert [is_harmony(tokenizer, template) for template in (HARMONY, mentions, quotes)] == [True, False, False]
 
 
-def test_random_messages_are_told_as_they_were_put_together() -> None:
+def test_random_messages_are_parsed_as_they_were_built() -> None:
     dice = random.Random(5)
     for _ in range(100):
         pieces, expected = [], list[tuple[str, Any]]()
         for _ in range(dice.randint(1, 5)):
             channel = dice.choice(["analysis", "final", "commentary"])
-            said = "".join(
+            content = "".join(
                 dice.choices(["a", " ", "\n", "<", "|>", "é", "<|", "|> end", "{}", "to=functions.weather"], k=5)
             )
-            pieces.append(f"<|channel|>{channel}<|message|>{said}")
+            pieces.append(f"<|channel|>{channel}<|message|>{content}")
             kind = "reasoning" if channel == "analysis" else "content"
             joint = "\n" if any(each == kind for each, _ in expected) else ""
-            expected.append((kind, joint + said))
+            expected.append((kind, joint + content))
         text = NEXT.join(pieces)
         joined = [
-            (kind, "".join(said for _, said in group)) for kind, group in itertools.groupby(expected, lambda p: p[0])
+            (kind, "".join(text for _, text in group)) for kind, group in itertools.groupby(expected, lambda p: p[0])
         ]
         cuts = sorted(dice.choices(range(len(text) + 1), k=4))
         assert parts(FORM, [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]) == joined, text
@@ -130,7 +130,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": HARMONY, "temperature": 1.3}
 
 
-def test_strict_tools_leave_the_channels_free(server: Running) -> None:
+def test_strict_tools_do_not_restrict_channels(server: Running) -> None:
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]  # type: ignore[dict-item]
     use = tools_of({"tools": strict}, lambda: NAMED["Harmony"])
     assert use is not None

@@ -1,4 +1,4 @@
-"""Bodies that are meant to hurt: none is answered by 5xx, and none takes the time or the memory of others."""
+"""Hostile bodies: none is answered with 5xx, and none takes the time or memory of other requests."""
 
 import inspect
 import json
@@ -79,7 +79,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_pieces_of_an_answer_are_the_answer(value: Any) -> None:
+def test_an_answer_encoded_in_pieces_is_the_answer(value: Any) -> None:
     assert b"".join(encode_json_pieces(value)) == encode_json(value)
 
 
@@ -102,8 +102,8 @@ def test_a_long_answer_is_written_in_another_thread_and_is_the_same() -> None:
         assert threads[0].startswith("long answers")
 
 
-def test_bodies_that_take_long_to_read_leave_others_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, a plain one is read beside them."""
+def test_slow_bodies_leave_threads_for_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, a plain body is read in the meantime."""
     reading, release = threading.Semaphore(0), threading.Event()
 
     def waiting(*_: Any) -> Any:
@@ -125,7 +125,7 @@ def test_bodies_that_take_long_to_read_leave_others_the_threads(monkeypatch: pyt
             assert {each.result().status_code for each in slow} == {400}
 
 
-def test_bodies_that_wait_to_be_read_at_the_end_are_told_so(
+def test_bodies_still_unread_at_shutdown_are_answered_with_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = threading.Event()
@@ -147,7 +147,7 @@ def test_bodies_that_wait_to_be_read_at_the_end_are_told_so(
     assert 'File "' not in caplog.text
 
 
-def test_no_depth_of_what_is_repeated_is_a_fault_of_the_server() -> None:
+def test_deeply_nested_values_in_an_answer_are_no_server_error() -> None:
     """Python reads a little deeper than it writes, since the stack is deeper then."""
     with drafting() as llm, running(llm) as server, server.http() as http:
         statuses = []
@@ -161,8 +161,10 @@ def test_no_depth_of_what_is_repeated_is_a_fault_of_the_server() -> None:
 
 
 @pytest.mark.parametrize(("num_signals", "stream"), [(1, False), (1, True), (2, False)])
-def test_the_log_of_an_end_is_true_and_short(num_signals: int, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Answers that are cut off are not said to be answered, and who closed the engine is known."""
+def test_the_log_of_a_shutdown_is_right_and_short(
+    num_signals: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers that are cut off are not logged as answered, and the reason for closing the engine is logged."""
 
     def ask() -> Any:
         with suppress(httpx.HTTPError):

@@ -1,4 +1,4 @@
-"""Hosts and ids: pages of other sites cannot ask, the server's own can, and every answer has an id that the log has."""
+"""Hosts and ids: pages of other sites cannot send requests, the server's can, and every answer has an id of the log."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ CONTROL = Spelled("0.0.0.0.\x00", None, "")
     st.sampled_from(["http", "https"]),
 )
 @example("0.0.0.0", frozenset(), CONTROL, ("http", CONTROL), "http")
-def test_who_may_ask_is_told_by_what_was_meant(
+def test_hosts_are_allowed_by_meaning_in_any_spelling(
     bound: str, allowed: frozenset[Spelled], host: Spelled | None, page: tuple[str, Spelled] | None, scheme: str
 ) -> None:
     """However hosts are spelled, in a header and by the server's user."""
@@ -108,7 +108,7 @@ def test_who_may_ask_is_told_by_what_was_meant(
 
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a b", "a/b", "[::1"])
-def test_what_is_no_name_of_a_host_is_refused_at_the_start(name: str) -> None:
+def test_an_invalid_host_name_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"allowed_hosts: .* not a host name"):
         ServeSettings(allowed_hosts=name)
 

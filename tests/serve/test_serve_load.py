@@ -1,4 +1,4 @@
-"""Under load: who leaves is out within a round, who comes too late is told, who fails fails alone, and all end well."""
+"""Under load: disconnected clients leave within a round, late ones get an error, failures do not affect others."""
 
 import asyncio
 import json
@@ -68,7 +68,9 @@ def paced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Paced]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: Paced, path: str, stream: bool) -> None:
+def test_a_disconnected_client_leaves_the_engine_within_a_round(
+    server: Running, paced: Paced, path: str, stream: bool
+) -> None:
     """Counted in rounds that the test itself lets through: of the next one the request is no part any more."""
     paced.held = True
     body: dict[str, Any] = {**ENDLESS, "prompt": ["Lily", "Once upon a time"], "stream": stream}  # two requests
@@ -88,7 +90,7 @@ def test_who_leaves_is_out_of_the_engine_within_a_round(server: Running, paced: 
     until(lambda: not server.server.service.gate.num_open.total())
 
 
-def test_who_leaves_while_waiting_never_enters_the_engine(server: Running, paced: Paced) -> None:
+def test_a_client_that_disconnects_while_waiting_never_enters_the_engine(server: Running, paced: Paced) -> None:
     paced.held = True
     gate = server.server.service.gate
     with ThreadPoolExecutor(gate.num_places) as pool:
@@ -157,7 +159,7 @@ def test_an_engine_that_has_stopped_is_not_healthy(monkeypatch: pytest.MonkeyPat
         monkeypatch.undo()
 
 
-def test_keys_are_wanted_where_there_are_some(tmp_path: Path) -> None:
+def test_a_key_is_required_if_keys_are_configured(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("# who may ask\nalice  secret-a\nsecret-b # nobody in particular\n\n")
     known = ApiKeys.read(keys)
@@ -210,7 +212,7 @@ def test_a_tenants_first_request_does_not_wait_behind_all_of_anothers(
     assert ends.index("calm") < 8
 
 
-def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
+def test_prompts_are_not_logged_unless_requested(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(server: Running) -> None:
@@ -237,8 +239,8 @@ def test_nothing_of_a_prompt_is_in_the_log_unless_asked(
 @pytest.mark.parametrize(
     ("sent", "status"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.full)]
 )
-def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
-    """What is under way is answered in full, on an open connection new requests get 503, and then the process ends."""
+def test_a_signal_drains_the_server_before_it_exits(sent: signal.Signals, status: int) -> None:
+    """Unfinished answers are completed, new requests on an open connection get 503, and then the process ends."""
     process, url = started()
     try:
         with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as http:
@@ -259,8 +261,8 @@ def test_a_signal_drains_the_server(sent: signal.Signals, status: int) -> None:
         assert process.returncode == status, errors
         assert out == ""
         server = "forerun.serve.server: "
-        told = [line.partition(server)[2] for line in errors.splitlines() if server in line]
-        assert told == [  # the controller may say beside it that drafting does not pay
+        logged = [line.partition(server)[2] for line in errors.splitlines() if server in line]
+        assert logged == [  # the controller may also log that drafting saves no time
             "Shutting down: 1 open requests are answered first, within 60 s.",
             "All requests are answered; the server exits.",
         ]
@@ -334,19 +336,19 @@ def test_a_key_and_a_certificate_that_cannot_be_used_are_named(tmp_path: Path) -
     (key, certificate), (other, _) = certificate_at(tmp_path / "a"), certificate_at(tmp_path / "b")
     locked, its_certificate = certificate_at(tmp_path / "c", "-passout", "pass:secret")
     require_certificate(key, certificate)
-    for files, said in (
+    for files, message in (
         ((tmp_path / "none", certificate), r"tls_key: .*none cannot be read \(No such file"),
         ((key, tmp_path), r"tls_cert: .* cannot be read \(Is a directory"),
         ((other, certificate), "tls_key: .*key.pem is not the private key of .*cert.pem"),
         ((certificate, key), "tls_cert: .*are not a certificate and a key in PEM"),
         ((locked, its_certificate), "tls_key: .*key.pem is encrypted"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=message):
             require_certificate(*files)
 
 
-def test_a_request_has_its_time_waiting_included(paced: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the engine is held in a round both whoever it answers and whoever waits are told."""
+def test_the_time_limit_of_a_request_includes_waiting(paced: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine is blocked in a round, both running and waiting requests get the error."""
     timers, honest = list[Callable[[], None]](), asyncio.BaseEventLoop.call_later
 
     def call_later(loop: asyncio.BaseEventLoop, delay: float, end: Callable[[], None], *rest: Any, **more: Any) -> Any:

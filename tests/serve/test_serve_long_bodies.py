@@ -1,4 +1,4 @@
-"""Long bodies: they are read one at a time, and short requests are answered beside them."""
+"""Long bodies are read one at a time, and short requests are answered in the meantime."""
 
 from __future__ import annotations
 

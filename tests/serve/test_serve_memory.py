@@ -1,4 +1,4 @@
-"""Where memory runs out the server goes on: what fits is answered as ever, and what does not fit is told so alone."""
+"""When memory runs out the server goes on: requests that fit are answered, and only others get an error."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -31,8 +31,8 @@ def solo(body: dict[str, Any], **more: Any) -> list[str]:
     return [sample.text for sample in library_answer(body | more).outputs]
 
 
-def said(answer: Any) -> list[str]:
-    """The texts of an answer."""
+def texts_of(answer: Any) -> list[str]:
+    """The texts of an answer's choices."""
     assert answer.status_code == 200, answer.text
     return [choice["text"] for choice in answer.json()["choices"]]
 
@@ -57,21 +57,21 @@ def lacking(monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], wan
 
 @pytest.mark.short("gpu")
 @pytest.mark.parametrize("error", ERRORS, ids=["python", "gpu", "cpu", "blocks"])
-def test_the_request_that_needs_too_much_is_told_so_alone(
+def test_only_the_request_that_needs_too_much_memory_fails(
     error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with drafting() as llm, running(llm) as server:
         with monkeypatch.context() as patch:
             lacking(patch, error, lambda read: len(read.tokens) > 100)
             *good, bad = side_by_side(server, [*BODIES, LARGE])
-            assert [said(each) for each in good] == [solo(body) for body in BODIES]
+            assert [texts_of(each) for each in good] == [solo(body) for body in BODIES]
             assert bad.status_code == 503
             assert bad.json()["error"]["code"] == "out_of_memory"
             assert "Use a shorter prompt" in bad.json()["error"]["message"]
             assert bad.headers["x-should-retry"] == "false"
             with pytest.raises(openai.APIStatusError, match="no memory is left for a round"):
                 server.client().completions.create(model="stories", **LARGE, stream=True)
-        assert said(server.post("/v1/completions", **LARGE)) == solo(LARGE)
+        assert texts_of(server.post("/v1/completions", **LARGE)) == solo(LARGE)
         with server.http() as http:
             assert http.get("/health").status_code == http.get("/ready").status_code == 200
 
@@ -82,4 +82,4 @@ def test_a_body_that_cannot_be_read_for_lack_of_memory_fails_alone(monkeypatch: 
             patch.setattr(type(llm.tokenizer), "encode_within", lambda *_, **__: bytearray(2**62))
             failed = server.post("/v1/completions", **BODIES[0])
             assert (failed.status_code, failed.json()["error"]["code"]) == (503, "out_of_memory")
-        assert said(server.post("/v1/completions", **BODIES[0])) == solo(BODIES[0])
+        assert texts_of(server.post("/v1/completions", **BODIES[0])) == solo(BODIES[0])

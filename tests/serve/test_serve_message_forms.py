@@ -1,4 +1,4 @@
-"""Messages, chats and responses: a conversation in Anthropic's words, or in items, is the chat that it stands for."""
+"""Messages, chats and responses: a conversation in Anthropic's form, or in items, equals the corresponding chat."""
 
 import json
 from functools import cache
@@ -184,7 +184,7 @@ def asked(body: dict[str, Any], endpoint: Any) -> Any:
 
 @settings(max_examples=50, deadline=None)
 @given(bodies())
-def test_a_conversation_asks_for_what_its_chat_asks_for(body: dict[str, Any]) -> None:
+def test_a_message_body_gives_the_request_of_its_chat(body: dict[str, Any]) -> None:
     chat = chat_of(body)
     assert asked(body, "messages") == asked(chat, "chat") == asked(response_of(chat), "responses")
 

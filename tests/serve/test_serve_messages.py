@@ -27,7 +27,7 @@ def test_an_answer_has_the_id_that_anthropics_client_reads(server: Running) -> N
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-def test_null_is_as_good_as_nothing() -> None:
+def test_null_counts_as_a_missing_field() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": None}
     chat = message_fields({"messages": HI, "tools": [WEATHER | {"type": None, "strict": None}], "tool_choice": choice})
     assert chat == message_fields({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "auto"}})
@@ -52,7 +52,7 @@ def test_other_errors_have_their_own_types(tmp_path: Path) -> None:
         assert (long.status_code, long.json()["error"]["type"]) == (413, "request_too_large")
 
 
-def test_what_other_servers_have_is_refused_with_what_to_do(server: Running) -> None:
+def test_endpoints_of_other_servers_are_refused_with_the_alternative(server: Running) -> None:
     answer = server.post("/v1/embeddings", input="x", model="stories")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_route")
     assert "has no embeddings" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""What an operator sees: metrics, their dashboard, lines of the log, and traces; none has text of a request."""
+"""For operators: metrics, their dashboard, log lines and traces, none of which contains text of a request."""
 
 import itertools
 import json
@@ -22,11 +22,11 @@ from kit.servers import Running, drafting, running, until
 
 OK = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 1}
 BOARD = json.loads((ROOT / "contrib" / "grafana.json").read_text(encoding="utf-8"))
-DRAFTED: list[bool] = []  # whether the server's requests were: a mix goes by what rounds take
+DRAFTED: list[bool] = []  # whether each request was drafted: a mix decides by measured times
 LINE = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
-def told(server: Running) -> dict[str, float]:
+def metrics_of(server: Running) -> dict[str, float]:
     """All metrics by name and labels."""
     with server.http() as http:
         text = http.get("/metrics").text
@@ -44,22 +44,22 @@ def server() -> Iterator[Running]:
         yield found
 
 
-def test_every_metric_of_the_dashboard_is_told(server: Running) -> None:
+def test_every_metric_of_the_dashboard_is_reported(server: Running) -> None:
     expressions = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
     named = {name for each in expressions for name in re.findall(r"\b(?:forerun:|process_)\w+", each)}
     assert len(named) > 20
     server.llm.stats.pace.add(2.0, 3.0, 99)
-    found = {name.partition("{")[0] for name in told(server)}
+    found = {name.partition("{")[0] for name in metrics_of(server)}
     assert named - found == {"forerun:forecast_gain"}, "which is known where the depth is chosen"
     labels = {each for expression in expressions for each in re.findall(r"by \((\w+)\)", expression)} - {"le"}
-    every = " ".join(told(server))
+    every = " ".join(metrics_of(server))
     assert all(f"{label}=" in every for label in labels)
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
     assert len(set(places)) == len(places)
 
 
-def test_guesses_are_counted_by_sample_position_round_and_arm(server: Running) -> None:
-    counts, stats = told(server), server.llm.stats
+def test_draft_tokens_are_counted_by_sample_position_round_and_drafter(server: Running) -> None:
+    counts, stats = metrics_of(server), server.llm.stats
     rounds = "forerun:spec_decode_num_draft_tokens_per_round"
     assert counts[f"{rounds}_count"] == stats.num_rounds == counts["forerun:spec_decode_num_rounds_total"]
     assert counts[f"{rounds}_sum"] == stats.num_drafted
@@ -72,30 +72,32 @@ def test_guesses_are_counted_by_sample_position_round_and_arm(server: Running) -
         assert counts[f"forerun:spec_decode_num_judged_tokens{label}"] == judged
         assert counts[f"forerun:spec_decode_num_accepted_tokens{label}"] == accepted
     for kind, name in (("draft_tokens", "num_drafted"), ("accepted_tokens", "num_accepted")):
-        by_arm = [value for each, value in counts.items() if each.startswith(f"forerun:spec_decode_arm_{kind}_total")]
-        assert len(by_arm) == len(stats.drafters) > 0
-        assert sum(by_arm) == getattr(stats, name)
+        by_drafter = [
+            value for each, value in counts.items() if each.startswith(f"forerun:spec_decode_arm_{kind}_total")
+        ]
+        assert len(by_drafter) == len(stats.drafters) > 0
+        assert sum(by_drafter) == getattr(stats, name)
 
 
-def test_memory_is_told_as_it_was_planned_and_the_cache_as_it_is_used(server: Running) -> None:
-    counts, plan = told(server), server.llm.plan
+def test_metrics_report_planned_memory_and_cache_usage(server: Running) -> None:
+    counts, plan = metrics_of(server), server.llm.plan
     of = {name: value for name, value in counts.items() if name.startswith("forerun:memory_bytes")}
     assert sum(of.values()) == plan.num_bytes
     assert counts['forerun:memory_bytes{of="weights"}'] == plan.weights_bytes
     assert len(of) == 3, "weights, and the caches of the target and of the draft model"
     stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
     next(stream)
-    assert 0 < told(server)["forerun:kv_cache_usage_perc"] <= 1
+    assert 0 < metrics_of(server)["forerun:kv_cache_usage_perc"] <= 1
     stream.close()
     until(lambda: not server.server.service.gate.num_open.total())
 
 
-def test_what_was_known_of_a_prompt_is_in_its_usage_and_takes_no_cache(server: Running) -> None:
+def test_cached_prompt_tokens_are_in_the_usage_and_do_not_count_as_used_cache(server: Running) -> None:
     ids = server.post("/tokenize", prompt="Lily and her cat went to the park. " * 16).json()["tokens"]
     size, hits = server.llm.engine.runner.cache.blocks.block_size, "forerun:prefix_cache_hits_total"
     known = (len(ids) - 1) // size * size
     assert known >= size
-    before = told(server)[hits]
+    before = metrics_of(server)[hits]
     found = []
     for prompt, n in ((ids, 1), (ids, 1), (ids, 3), ([ids, [5, 6, 7], ids], 1)):
         usage = server.post("/v1/completions", prompt=prompt, n=n, max_tokens=2).json()["usage"]
@@ -103,13 +105,13 @@ def test_what_was_known_of_a_prompt_is_in_its_usage_and_takes_no_cache(server: R
     assert found[:2] == [0, known]
     assert known <= found[2] < len(ids), "of a prompt, not of its samples"
     assert 2 * known <= found[3] < 2 * len(ids), "of all prompts"
-    counts = told(server)
+    counts = metrics_of(server)
     assert counts[hits] - before >= known * 6, "of all samples"
     assert counts["forerun:kv_cache_usage_perc"] == 0, "what is kept makes room when it is needed"
     assert len(server.llm.engine.runner.cache.prefix_store) * size >= known
 
 
-def test_chats_and_responses_tell_what_was_known_too(server: Running) -> None:
+def test_chats_and_responses_report_cached_prompt_tokens_too(server: Running) -> None:
     text = "Tom had a big red ball and a dog. " * 16
     own: dict[str, Any] = {"chat_template": "{{ messages[0].content }}"}
     chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=2, **own)
@@ -123,11 +125,11 @@ def test_chats_and_responses_tell_what_was_known_too(server: Running) -> None:
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == response["input_tokens_details"]["cached_tokens"]
 
 
-def test_metrics_count_what_answers_say() -> None:
+def test_metrics_agree_with_the_usage_of_answers() -> None:
     with drafting() as llm, running(llm) as server:
         bodies = [{**OK, "seed": seed, "max_tokens": 40, "n": 2} for seed in range(3)]
         usages = [server.post("/v1/completions", **body).json()["usage"] for body in bodies]
-        counts = {name.removeprefix("forerun:"): value for name, value in told(server).items()}
+        counts = {name.removeprefix("forerun:"): value for name, value in metrics_of(server).items()}
         drafted, accepted = (
             sum(usage["speculation"][name] for usage in usages) for name in ("num_drafted", "num_accepted")
         )
@@ -146,7 +148,7 @@ def test_metrics_count_what_answers_say() -> None:
         assert "estimated_gain" not in counts, "nothing is known of it where the depth is fixed"
         llm.stats.pace.add(2.0, 3.0, 99)
         llm.forecasts = (Forecast(8, "", 4, 1.25, 1.2, 1.3, 100),)
-        counts = told(server)
+        counts = metrics_of(server)
         assert (counts["forerun:estimated_gain"], counts['forerun:forecast_gain{batch="8"}']) == (1.5, 1.25)
 
 
@@ -190,7 +192,7 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     assert 0 <= first["queue_s"] <= first["first_token_s"] <= first["total_s"]
 
 
-def test_without_the_option_there_is_no_line_for_a_request(written: Callable[[], str]) -> None:
+def test_without_the_access_log_no_request_is_logged(written: Callable[[], str]) -> None:
     log_to_stderr("json", access=False)
     with drafting() as llm, running(llm) as server:
         server.post("/v1/completions", **OK)
@@ -255,7 +257,9 @@ def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch
     assert "Zebrafish" not in "".join(span.to_json() for span in spans)
 
 
-def test_traces_without_their_packages_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_for_traces_are_named_with_the_command_to_install_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from forerun.serve.records import SpanSink
 
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

@@ -1,4 +1,4 @@
-"""Overflows: whatever a prompt and a limit are called, what exceeds the context is refused in the body's own words."""
+"""Overflows: a prompt and limit that exceed the context are refused with the field names of the body."""
 
 import re
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any], int, int]:
 
 @settings(max_examples=120, deadline=None)
 @given(request=requests())
-def test_what_exceeds_the_context_is_refused_in_the_bodys_own_words(
+def test_overflows_are_refused_with_the_field_names_of_the_body(
     http: Any, request: tuple[str, dict[str, Any], int, int]
 ) -> None:
     where, body, length, limit = request

@@ -1,4 +1,4 @@
-"""Places: whatever clients do and whenever they go, the gate counts who is there, and others are served."""
+"""Places: whatever clients do and whenever they disconnect, the gate's counts are right, and others are served."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ OPERATIONS = st.tuples(
 
 
 class Crowd:
-    """Visits to a gate, with what each should hold told by its own history alone."""
+    """Requests to a gate, with the expected counts of each by its own history."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -96,7 +96,7 @@ class Crowd:
         return self.left.get(entry) != 0
 
     def check(self) -> None:
-        """Every count is that of the histories, and nobody waits for a place that is free, or before who came first."""
+        """Every count is that of the histories, and no request waits while a place is free or overtakes an earlier one."""
         held = Counter({tenant: self.held(tenant) for tenant in TENANTS})
         assert +self.gate.held == +held
         assert +self.gate.num_open == Counter(entry.tenant for entry in self.inside if self.counted(entry))

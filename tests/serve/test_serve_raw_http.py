@@ -171,7 +171,7 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(server: Running, caplog: py
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_who_closes_its_side_has_left(server: Running) -> None:
+def test_a_client_that_closes_its_side_counts_as_disconnected(server: Running) -> None:
     """The end of what a client sends is all that a server sees of one that has gone away."""
     assert not asked(server, posted("/v1/completions", ENDLESS), half_close=True)
     until(lambda: not server.server.service.gate.num_in and not server.llm.engine.has_work)

@@ -1,6 +1,6 @@
-"""Reasoning is told apart from the answer, however the text is cut into pieces, and only where the template has it.
+"""Reasoning is separated from the answer, however the text is cut, and only if the template has it.
 
-How much a model is to reason is given to templates that read it, and refused where nothing would follow from it.
+The reasoning effort is passed to templates that read it, and refused where it would have no effect.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from forerun.serve.problems import ApiError
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
 from kit.servers import Running, drafting, running
-from serve.replies import told_everywhere
+from serve.replies import reply_everywhere
 from serve.special_tokens import Spelled
 
 THINK = ReasoningTags("<think>", "</think>")
@@ -45,8 +45,8 @@ def expected(tags: ReasoningTags | None, text: str) -> tuple[str, str]:
     begun = re.match(r"\s*<think>(.*)", text, re.DOTALL)
     if tags is None or not (tags.opened or begun):
         return "", text
-    thought, closed, said = (text if tags.opened or begun is None else begun[1]).partition("</think>")
-    return (thought.strip(), said.lstrip()) if closed else (thought.lstrip(), "")
+    thought, closed, content = (text if tags.opened or begun is None else begun[1]).partition("</think>")
+    return (thought.strip(), content.lstrip()) if closed else (thought.lstrip(), "")
 
 
 def test_random_texts_in_random_pieces_are_split_as_the_whole_ones_are() -> None:
@@ -118,16 +118,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
         yield found
 
 
-def test_reasoning_between_tags_of_text_is_told_apart_everywhere(server: Running) -> None:
+def test_reasoning_between_text_tags_is_separated_in_every_interface(server: Running) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 60, "temperature": 0}
-    raw = told_everywhere(server, **body, chat_template="{{ messages[0].content }}")
+    raw = reply_everywhere(server, **body, chat_template="{{ messages[0].content }}")
     assert (raw.reasoning, raw.counts[2]) == ("", 0), "the template has no tags"
-    thought, _, said = raw.text.partition("named")
-    for wanted in (True, False):
-        reply = told_everywhere(
-            server, **body, include_reasoning=wanted, chat_template="{{ messages[0].content }}{# named #}"
+    thought, _, content = raw.text.partition("named")
+    for included in (True, False):
+        reply = reply_everywhere(
+            server, **body, include_reasoning=included, chat_template="{{ messages[0].content }}{# named #}"
         )
-        assert (reply.reasoning, reply.text) == (thought.strip() if wanted else "", said.lstrip())
+        assert (reply.reasoning, reply.text) == (thought.strip() if included else "", content.lstrip())
         assert 1 < reply.counts[2] < reply.counts[1]
 
 
@@ -159,7 +159,7 @@ def test_the_tokens_of_a_chat_are_those_of_its_effort() -> None:
 
 
 @pytest.mark.parametrize(("endpoint", "param"), [("chat", "reasoning_effort"), ("responses", "reasoning.effort")])
-def test_an_effort_from_which_nothing_would_follow_is_refused(endpoint: str, param: str) -> None:
+def test_an_effort_without_effect_is_refused(endpoint: str, param: str) -> None:
     for template, effort, why in (
         (NEVER, "low", "has no reasoning efforts"),
         (SWITCH, "high", "has no reasoning efforts"),

@@ -1,4 +1,4 @@
-"""Refusals: every body that cannot be served is answered with 400, its field, and words that say why."""
+"""Refusals: every body that cannot be served is answered with 400, the field, and the reason."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from serve.test_serve_responses import CALLING, PLAIN, WEATHER
 from serve.test_serve_tools import TOOLS, earlier
 
 server = serving(max_body_bytes=100_000)
-Refusals = list[tuple[dict[str, Any], str, str]]  # fields, the one at fault, and what is said or the code of it
+Refusals = list[tuple[dict[str, Any], str, str]]  # fields, the one at fault, and a part of the message or its code
 UNKNOWN_SCHEMA = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
 COMPLETIONS: Refusals = [
     ({"max_toke": 3}, "max_toke", "did you mean 'max_tokens'?"),
@@ -173,24 +173,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Refusals]] = {
     "tools of chats": ("/v1/chat/completions", {**CHAT, "chat_template": HERMES, "tools": TOOLS}, TOOLS_OF_CHATS),
     "responses": ("/v1/responses", {**CALLING, "tools": None, "chat_template": PLAIN}, RESPONSES),
     "tools of responses": ("/v1/responses", {**CALLING, "chat_template": HERMES}, TOOLS_OF_RESPONSES),
-    "messages": ("/v1/messages", BODY, [(fields, "", said) for fields, said in MESSAGES]),
+    "messages": ("/v1/messages", BODY, [(fields, "", message) for fields, message in MESSAGES]),
 }
 
 
 @pytest.mark.parametrize(
-    ("where", "fields", "param", "said"),
+    ("where", "fields", "param", "message"),
     [(where, *row) for where, (_, _, rows) in REFUSED.items() for row in rows],
     ids=lambda value: ascii(value)[:50],
 )
-def test_what_cannot_be_served_is_refused_by_name(
-    server: Running, where: str, fields: dict[str, Any], param: str, said: str
+def test_bodies_that_cannot_be_served_are_refused_by_field(
+    server: Running, where: str, fields: dict[str, Any], param: str, message: str
 ) -> None:
     path, body, _ = REFUSED[where]
     with server.http() as http:
         answer = http.post(path, content=json.dumps(body | fields), headers=JSON)  # which escapes what has no UTF-8
     found = answer.json()
     assert (answer.status_code, found["error"]["type"]) == (400, "invalid_request_error"), found
-    assert said in found["error"]["message"] or said == found["error"]["code"], found
+    assert message in found["error"]["message"] or message == found["error"]["code"], found
     if where == "messages":
         assert found["type"] == "error"
     else:

@@ -1,4 +1,4 @@
-"""Replies: every interface says the same, whole and streamed, with tools, reasoning, forms and special tokens."""
+"""Replies: every interface gives the same answer, whole and streamed, with tools, reasoning and structured output."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from kit.servers import TEMPLATE, Running, library_answer, serving
 from serve.call_templates import HARMONY, HERMES, LLAMA, MISTRAL
-from serve.replies import told_everywhere
+from serve.replies import reply_everywhere
 from serve.special_tokens import SPECIAL, id_of, tagged
 from serve.test_serve_tools import CALL, TOOLS, WEATHER
 
@@ -48,11 +48,11 @@ def check(call: tuple[str, Any]) -> None:
 
 @pytest.mark.short("0", "1", "2", "3", "8")
 @pytest.mark.parametrize("number", range(len(PLAIN)))
-def test_every_interface_says_the_same(server: Running, number: int) -> None:
+def test_every_interface_gives_the_same_answer(server: Running, number: int) -> None:
     body, (fewest, most), text = PLAIN[number]
     names = set()
     for seed in (1, 2):
-        reply = told_everywhere(server, **HI | body, seed=seed)
+        reply = reply_everywhere(server, **HI | body, seed=seed)
         assert fewest <= len(reply.calls) <= most
         assert re.fullmatch(text, reply.text)
         names |= {name for name, _ in reply.calls}
@@ -61,9 +61,9 @@ def test_every_interface_says_the_same(server: Running, number: int) -> None:
     assert body.get("tool_choice") != NAMED["tool_choice"] or names == {"weather"}
 
 
-def test_what_every_interface_says_is_what_the_library_says(server: Running) -> None:
+def test_every_interface_gives_the_answer_of_the_library(server: Running) -> None:
     body = {"chat_template": "{{ messages[0].content }}", "max_tokens": 24, "seed": 5, "temperature": 0.9}
-    reply = told_everywhere(server, **HI | body)
+    reply = reply_everywhere(server, **HI | body)
     ids = server.llm.tokenizer.encode("Hi", add_special_tokens=False)
     assert (
         reply.text == library_answer({"prompt": ids, "max_tokens": 24, "seed": 5, "temperature": 0.9}).outputs[0].text
@@ -86,9 +86,9 @@ SPECIALLY: list[tuple[dict[str, Any], str]] = [  # a chat, and what it has in so
 
 @pytest.mark.short("1", "4", "6")
 @pytest.mark.parametrize("number", range(len(SPECIALLY)))
-def test_special_tokens_are_shown_nowhere_and_tell_parts_apart(specially: Running, number: int) -> None:
+def test_special_tokens_separate_parts_and_are_never_shown(specially: Running, number: int) -> None:
     body, part = SPECIALLY[number]
-    replies = [told_everywhere(specially, **HI | body, temperature=1.3, seed=seed) for seed in range(4)]
+    replies = [reply_everywhere(specially, **HI | body, temperature=1.3, seed=seed) for seed in range(4)]
     assert any(getattr(reply, part) for reply in replies)
     for reply in replies:
         assert not any(token in reply.reasoning + reply.text for token in SPECIAL)
@@ -102,7 +102,7 @@ def test_special_tokens_are_shown_nowhere_and_tell_parts_apart(specially: Runnin
 
 
 @pytest.mark.parametrize("template", [HARMONY, THINK])
-def test_an_answer_that_spells_special_tokens_is_told_to_the_letter(specially: Running, template: str) -> None:
+def test_text_that_spells_special_tokens_is_returned_unchanged(specially: Running, template: str) -> None:
     ending = {str(id_of("<|end|>" if template == HARMONY else "</think>")): 60}
     body = {"chat_template": template, "logit_bias": ending, "structured_outputs": {"choice": [SAID]}}
-    assert told_everywhere(specially, **HI | body, seed=1).text == SAID
+    assert reply_everywhere(specially, **HI | body, seed=1).text == SAID

@@ -20,11 +20,11 @@ CALLING: dict[str, Any] = {"model": "stories", "input": "Hi", "tools": FLAT, "ma
 server = serving()
 
 
-def test_a_response_repeats_what_it_was_asked(server: Running) -> None:
+def test_a_response_echoes_its_request(server: Running) -> None:
     body = {**ASKED, "instructions": "Lily had a cat.", "seed": 3, "temperature": 1.2, "metadata": {"a": "b"}}
     form = {"type": "json_schema", "name": "colour", "schema": {"enum": ["red"]}, "strict": True}
-    told = {"tool_choice": WEATHER, "tools": [{"parameters": None, **tool} for tool in FLAT]}
-    for more, echoed in (({"text": {"format": form}}, {"text": {"format": form}}), (told | {"tools": FLAT}, told)):
+    tools = {"tool_choice": WEATHER, "tools": [{"parameters": None, **tool} for tool in FLAT]}
+    for more, echoed in (({"text": {"format": form}}, {"text": {"format": form}}), (tools | {"tools": FLAT}, tools)):
         found = server.post("/v1/responses", **body, **more, chat_template=HERMES).json()
         assert_valid(found, "Response")
         same = {name: found[name] for name in ("instructions", "seed", "temperature", "metadata", *echoed)}
@@ -92,7 +92,7 @@ def test_items_become_messages_as_templates_know_them() -> None:
     ]
 
 
-def test_what_a_response_said_may_be_its_own_input(server: Running) -> None:
+def test_the_output_of_a_response_may_be_the_next_input(server: Running) -> None:
     client, extra = server.client(), {"chat_template": PLAIN}
     first = client.responses.create(**ASKED, extra_body=extra)
     again = client.responses.create(
@@ -103,7 +103,7 @@ def test_what_a_response_said_may_be_its_own_input(server: Running) -> None:
     assert again.usage.input_tokens > first.usage.input_tokens + 20
 
 
-def test_a_stream_that_fails_says_so_in_its_last_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_stream_ends_with_an_error_event(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun.serve.responses import ResponseWriter
 
     honest = ResponseWriter.take

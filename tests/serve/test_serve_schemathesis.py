@@ -37,7 +37,7 @@ def enough(server: Running) -> bool:
     [(0.0, ["--seed", "1"]), pytest.param(SECONDS, [], marks=pytest.mark.full)],
     ids=["short", "long"],
 )
-def test_no_body_is_answered_with_a_fault_of_the_server(seconds: float, options: list[str], tmp_path: Path) -> None:
+def test_no_generated_body_causes_a_server_error(seconds: float, options: list[str], tmp_path: Path) -> None:
     with drafting() as llm, running(llm, request_s=60.0) as server:
         command = [*RUN, f"{server.url}/openapi.json", *CHECKS, *options]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Slow readers: who does not read holds no place, is cut off in time, and keeps nobody from an answer or the end."""
+"""Slow readers: a client that does not read holds no place, is cut off in time, and blocks no answer or shutdown."""
 
 import logging
 import signal
@@ -38,7 +38,7 @@ def quiet(server: Running) -> bool:
     return not (gate.num_in + gate.held.total() + server.server.connections.num_busy)
 
 
-def test_who_does_not_read_holds_no_place_and_does_not_lengthen_the_queue(
+def test_a_client_that_does_not_read_holds_no_place_in_batch_or_queue(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "WRITE_S", LONG_S)
@@ -56,7 +56,7 @@ def test_who_does_not_read_holds_no_place_and_does_not_lengthen_the_queue(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_who_reads_nothing_is_cut_off(server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_is_cut_off(server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sock = unread(server, stream)
     time.sleep(0.2)
     assert not quiet(server), "not at once"
@@ -66,7 +66,7 @@ def test_who_reads_nothing_is_cut_off(server: Running, stream: bool, monkeypatch
 
 
 class Pipe:
-    """A transport whose client takes what is told, in a time that is told too."""
+    """A transport whose client reads a given number of bytes at given times."""
 
     def __init__(self) -> None:
         self.num_written = self.waiting = 0
@@ -95,7 +95,7 @@ def cut_after_s(bytes_s: float, every_s: float, written_s: float = 0.0) -> float
 
 
 @pytest.mark.parametrize("every_s", [0.1, 1.0, 7.0])
-def test_a_rate_decides_who_reads_too_slowly(every_s: float) -> None:
+def test_a_client_below_the_least_rate_is_cut_off(every_s: float) -> None:
     least = connections.LEAST_BYTES_S
     for slow in (0.0, 1.0, 0.7 * least):
         cut = cut_after_s(slow, every_s)
@@ -119,7 +119,7 @@ def test_the_time_of_a_request_counts_sending(stream: bool, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("stream", "drain_s"), [(True, 0.0), (False, 0.3)], ids=["stream", "whole"])
-def test_a_drain_ends_who_does_not_read_within_its_time(
+def test_a_drain_cuts_off_clients_that_do_not_read(
     stream: bool, drain_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO), drafting() as llm:
@@ -133,7 +133,7 @@ def test_a_drain_ends_who_does_not_read_within_its_time(
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 30.0])
-def test_a_drain_waits_only_for_what_there_is(drain_s: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drain_waits_only_for_open_requests(drain_s: float, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO),
         drafting() as llm,
@@ -164,7 +164,7 @@ def test_a_drain_sends_whole_answers_to_their_end() -> None:
         sock.close()
 
 
-def test_a_second_signal_ends_who_does_not_read_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_signal_cuts_off_clients_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO), drafting() as llm, running(llm) as server:
         sock = unread(server, stream=True)
         for _ in range(2):
@@ -185,7 +185,9 @@ def test_slow_readers_of_other_addresses_are_cut_off_too(server: Running, monkey
 
 @pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_who_reads_nothing_over_tls_is_cut_off(tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_reads_nothing_over_tls_is_cut_off(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key, certificate = certificate_at(tmp_path)
     verify = ssl.create_default_context(cafile=str(certificate))
     much = {**MUCH, "max_tokens": 450, "stream": stream}

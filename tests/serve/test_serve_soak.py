@@ -97,9 +97,9 @@ class Soak:
             command = [sys.executable, "-S", "-c", CLIENT, self.url]
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
                 assert process.stdout is not None
-                heard = process.stdout.readline()  # so that it is killed in the midst of its requests
+                first_line = process.stdout.readline()  # so that it is killed during its requests
                 time.sleep(dice.random() * LONGEST_LIFE_S)
-                problem = "" if heard and process.poll() is None else process.communicate()[1]
+                problem = "" if first_line and process.poll() is None else process.communicate()[1]
                 process.kill()
             self.met("killed", problem)
 
@@ -141,7 +141,7 @@ def test_every_answer_is_its_solo_run_and_memory_stays() -> None:
         assert not soak.wrong, soak.wrong[:5]
         assert min(soak.counts[kind] for kind in ("answered", "left", "refused", "killed")) > 0
         assert late <= MOST_GROWTH * early
-        until(lambda: running_of(url) == 0)  # nobody is left of those who were killed
+        until(lambda: running_of(url) == 0)  # no request of a killed client is left
         with httpx.Client(base_url=url, trust_env=False) as http:
             assert http.get("/health").status_code == 200
     finally:

@@ -1,4 +1,4 @@
-"""Bodies that give their answer a form, in OpenAI's words and in vLLM's: it has it, and mistakes name their field."""
+"""Structured output by fields of OpenAI and vLLM: answers have the requested form, and mistakes name their field."""
 
 import json
 import re
@@ -54,7 +54,7 @@ server = serving()
         ({}, None),
     ],
 )
-def test_fields_stand_for_grammars(given: dict[str, Any], grammar: Grammar | None) -> None:
+def test_fields_are_translated_to_grammars(given: dict[str, Any], grammar: Grammar | None) -> None:
     found = form_of(given)
     assert (found and found[1]) == grammar
     assert found is None or found[0] in given
@@ -103,7 +103,7 @@ def test_the_table_of_names_has_every_form() -> None:
     assert tuple(structured.FORMS) == schema.FORMS
 
 
-def test_what_cannot_be_compiled_names_its_field_and_reasoning_comes_first() -> None:
+def test_a_grammar_that_cannot_be_compiled_names_its_field_and_reasoning_comes_first() -> None:
     with pytest.raises(ApiError, match=r"guided_regex: llguidance refuses it: .*unclosed group") as refusal:
         compiled("guided_regex", Grammar.regex("("), plain())
     assert refusal.value.param == "guided_regex"
@@ -114,7 +114,7 @@ def test_what_cannot_be_compiled_names_its_field_and_reasoning_comes_first() -> 
     assert AnswerForm(opened).around(form) == form.behind("</think>")
 
 
-def test_openais_client_gets_what_it_asked_for(server: Running) -> None:
+def test_openais_client_gets_the_requested_form(server: Running) -> None:
     client, extra = server.client(), {"chat_template": TEMPLATE}
     asked: Any = {"model": "stories", "messages": [{"role": "user", "content": "Once"}], "seed": 5, "max_tokens": 400}
     answer = client.chat.completions.create(**asked, response_format=FORMAT, extra_body=extra).choices[0]

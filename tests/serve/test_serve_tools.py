@@ -1,4 +1,4 @@
-"""Tools: which may be called, what earlier calls are for a template, and what is refused."""
+"""Tools: which may be called, how earlier calls reach a template, and what is refused."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
         ({"tool_choice": "required"}, "tool_choice", "requires tools"),
     ],
 )
-def test_what_is_no_tool_is_refused_by_its_field(given: dict[str, Any], field: str, why: str) -> None:
+def test_an_invalid_tool_is_refused_by_its_field(given: dict[str, Any], field: str, why: str) -> None:
     with pytest.raises(ApiError, match=why) as refusal:
         tools_of(given, lambda: NAMED["Hermes"])
     assert refusal.value.param == field
@@ -106,7 +106,7 @@ def test_arguments_of_earlier_calls_that_are_no_object_are_refused_by_their_plac
 
 
 @pytest.mark.parametrize("calls", [3, {}, "", [3], [{}], [{"function": 3}], [{"function": {"name": 3}}]])
-def test_earlier_calls_that_are_none_are_refused_by_their_place(calls: Any) -> None:
+def test_invalid_earlier_calls_are_refused_by_their_place(calls: Any) -> None:
     with pytest.raises(ApiError, match=r"messages\[0\]\.tool_calls"):
         with_objects([{"role": "assistant", "content": "", "tool_calls": calls}])
 
