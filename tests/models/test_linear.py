@@ -82,7 +82,7 @@ def test_inputs_that_cancel_show_differences_that_ordinary_inputs_hide(dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("limit", [3, 14, 16, 32, 128])
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("forgotten_checks")
 def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
     limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +110,7 @@ def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
     assert torch.equal(layer(x), torch.cat([layer(part) for part in x.split(2)]))
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("forgotten_checks")
 def test_a_layer_whose_rows_are_not_independent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PackedLinear.multiply
     monkeypatch.setattr(PackedLinear, "multiply", lambda self, x: honest(self, x) + 1e-6 * len(x))
@@ -120,7 +120,7 @@ def test_a_layer_whose_rows_are_not_independent_is_refused(monkeypatch: pytest.M
     assert isinstance(make_linear(torch.randn(32, 32)), PackedLinear)
 
 
-@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.usefixtures("forgotten_checks")
 def test_a_missing_packed_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(self: PackedLinear, x: Tensor) -> Tensor:
         raise RuntimeError("could not create a primitive descriptor")

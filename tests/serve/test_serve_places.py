@@ -96,7 +96,7 @@ class Crowd:
         return self.left.get(entry) != 0
 
     def check(self) -> None:
-        """Every count is that of the histories, and no request waits while a place is free or overtakes an earlier one."""
+        """Every count is that of the histories; no request waits while a place is free or overtakes an earlier one."""
         held = Counter({tenant: self.held(tenant) for tenant in TENANTS})
         assert +self.gate.held == +held
         assert +self.gate.num_open == Counter(entry.tenant for entry in self.inside if self.counted(entry))
