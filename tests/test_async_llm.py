@@ -1,4 +1,4 @@
-"""Many requests at once from event loops: each is answered as if alone, any may leave, and every end reaches all."""
+"""AsyncLLM: concurrent requests are answered as if alone, any may be cancelled, and an error or close ends all."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ from kit.engines import PATIENCE_S, params_with, plain, plain_answer
 from kit.oracles import exact_parts
 from kit.texts import PROMPTS
 
-WISHES = (None, False, 2, Speculation(3, 3, 8), 7)
+SPECULATIONS = (None, False, 2, Speculation(3, 3, 8), 7)
 
 
 @cache
@@ -37,7 +37,7 @@ def endless(seed: int = 0, **others: object) -> SamplingParams:
 
 
 def run(work: Callable[[AsyncLLM], Awaitable[None]], llm: LLM | None = None) -> None:
-    """In a loop of its own, with a limit: nothing here may wait for ever."""
+    """Runs `work` in a new event loop with a time limit: nothing here may wait for ever."""
 
     async def main() -> None:
         async with AsyncLLM(llm or drafting()) as front:
@@ -48,23 +48,23 @@ def run(work: Callable[[AsyncLLM], Awaitable[None]], llm: LLM | None = None) -> 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for the engine's thread to get there."""
+    """Waits until the engine's thread has made the condition true."""
     while not condition():
         await asyncio.sleep(0.005)
 
 
-async def together(deltas: AsyncIterator[Delta]) -> tuple[int, ...]:
+async def collected_tokens(deltas: AsyncIterator[Delta]) -> tuple[int, ...]:
     return tuple([token async for delta in deltas for token in delta.token_ids])
 
 
 def test_requests_at_once_are_answered_as_if_alone() -> None:
-    """More than the batch holds, of all wishes, coming in one after the other."""
+    """More requests than the batch holds, with every kind of speculation, submitted one after the other."""
     num = 14
 
     async def work(front: AsyncLLM) -> None:
         async def one(i: int) -> RequestOutput:
             await asyncio.sleep(i % 4 * 0.02)
-            return await front.generate(PROMPTS[i % 5], params_with(i), speculation=WISHES[i % len(WISHES)])
+            return await front.generate(PROMPTS[i % 5], params_with(i), speculation=SPECULATIONS[i % len(SPECULATIONS)])
 
         found = await asyncio.gather(*(one(i) for i in range(num)))
         assert list(map(exact_parts, found)) == [plain_answer(i) for i in range(num)]
@@ -76,7 +76,7 @@ def test_streams_at_once_and_many_samples() -> None:
     async def work(front: AsyncLLM) -> None:
         streams = [front.stream(PROMPTS[i % 5], params_with(i)) for i in range(6)]
         samples = front.generate(PROMPTS[0], params_with(1, n=4))
-        *found, many = await asyncio.gather(*map(together, streams), samples)
+        *found, many = await asyncio.gather(*map(collected_tokens, streams), samples)
         answers = [plain().generate(PROMPTS[i % 5], params_with(i))[0].outputs[0].token_ids for i in range(6)]
         assert found == answers
         assert exact_parts(many) == exact_parts(plain().generate(PROMPTS[0], params_with(1, n=4))[0])
@@ -90,7 +90,7 @@ def test_streams_at_once_and_many_samples() -> None:
     run(work)
 
 
-def test_a_refused_request_disturbs_nobody() -> None:
+def test_a_refused_request_leaves_the_others_unchanged() -> None:
     async def work(front: AsyncLLM) -> None:
         good = asyncio.create_task(front.generate(PROMPTS[0], params_with(0)))
         refused: list[tuple[Prompt, SamplingParams]] = [
@@ -144,7 +144,7 @@ async def run_out_of_time(front: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("leave", [leave_the_loop, close_the_stream, cancel_the_task, cancel_at_once, run_out_of_time])
-def test_who_leaves_is_forgotten_and_the_others_go_on(leave: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+def test_a_cancelled_request_is_dropped_and_the_others_go_on(leave: Callable[[AsyncLLM], Awaitable[None]]) -> None:
     async def work(front: AsyncLLM) -> None:
         others = [asyncio.create_task(front.generate(PROMPTS[i], params_with(i))) for i in range(3)]
         await leave(front)
@@ -167,7 +167,7 @@ def test_closing_ends_what_is_under_way() -> None:
             with pytest.raises(EngineClosed, match="closed while the request ran"):
                 await task
         with pytest.raises(EngineClosed, match="closed while the request ran"):
-            await together(stream)
+            await collected_tokens(stream)
         for late in (front.generate("a"), anext(front.stream("a"))):
             with pytest.raises(EngineClosed, match="has shut down; create a new one"):
                 await late
@@ -179,11 +179,11 @@ def test_closing_ends_what_is_under_way() -> None:
 
 
 class Faulty(Exception):
-    """A processor's own failure."""
+    """What the engine's step raises here."""
 
 
-def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those under way are told the reason, those who come later that there is no engine any more."""
+def test_an_engine_failure_reaches_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests under way get the failure itself; later ones are refused with EngineClosed."""
     llm = LLM(str(TARGET), dtype="float32")
 
     def fail(_: Engine) -> object:
@@ -209,14 +209,14 @@ def test_an_engine_that_cannot_go_on_tells_everyone(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_event_loop_is_woken_once_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many samples it adds to: each time the engine waits for the interpreter."""
+    """However many samples the round adds tokens to: for each wake-up the engine waits for the interpreter."""
     woken: list[object] = []
 
     async def work(front: AsyncLLM) -> None:
         loop = asyncio.get_running_loop()
         wake = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: woken.append(call) or wake(*call))
-        tokens = await together(front.stream(PROMPTS[0], params_with(0, n=4, max_tokens=24, ignore_eos=True)))
+        tokens = await collected_tokens(front.stream(PROMPTS[0], params_with(0, n=4, max_tokens=24, ignore_eos=True)))
         assert len(tokens) == 4 * 24
         assert 24 <= len(woken) <= 2 * 24
         monkeypatch.undo()
@@ -224,7 +224,7 @@ def test_an_event_loop_is_woken_once_for_a_round(monkeypatch: pytest.MonkeyPatch
     run(work, plain())
 
 
-def test_much_that_is_there_already_leaves_others_their_turn() -> None:
+def test_reading_many_waiting_deltas_lets_other_tasks_run() -> None:
     async def main() -> None:
         queue, turns = DeltaQueue(), []
         for _ in range(3):
@@ -246,7 +246,7 @@ def test_much_that_is_there_already_leaves_others_their_turn() -> None:
 
 
 def test_loops_of_several_threads() -> None:
-    """Each thread has a loop of its own; one goes away with a request under way."""
+    """Each thread has its own loop; one loop ends with a request under way."""
     front, found, num = AsyncLLM(drafting()), {}, 9
 
     async def some(mine: Sequence[int]) -> None:
@@ -269,7 +269,7 @@ def test_loops_of_several_threads() -> None:
 
 
 def test_a_request_whose_loop_is_closed_leaves_the_engine() -> None:
-    """Nobody can be told of its tokens any more; it would be generated to the end of the context."""
+    """Nothing can receive its tokens any more; it would be generated to the end of the context."""
     front, loop, num_drawn = AsyncLLM(plain()), asyncio.new_event_loop(), [0]
 
     def slow(tokens: Sequence[int], logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The command line: clean text on standard output, everything else on standard error, mistakes in one line.
 
-Most tests answer with a scripted model, so that what is shown can be told exactly; the last ones run the real pair.
+Most tests answer with a scripted model, so that the expected output is known exactly; the last ones run the real pair.
 """
 
 import inspect
@@ -45,14 +45,14 @@ ORIGINS = (Origin.DRAFTED, Origin.DRAFTED, Origin.RECOVERED)
 
 
 class ScriptedLLM(LLM):
-    """Says STORY in rounds of three tokens: two drafted, one recovered. Remembers what it was asked."""
+    """Answers STORY in rounds of three tokens: two drafted, one recovered. Records its requests."""
 
     def __init__(self, interrupt_at: int | None = None) -> None:
         self.tokenizer = TOKENIZER
         self.fingerprint, self.format, self.kernels = "0123456789abcdef", "bfloat16, int8 weights", "AVX2 kernels"
         self.measured = "measured here: 1.3 times as fast as torch's operators, float32"
         self.plan = MemoryShares(ModelMemory(1, 1, 0, 64), max_num_seqs=1, budget_bytes=10**6).plan()
-        self.asked: list[tuple[str | Sequence[int], SamplingParams]] = []
+        self.received: list[tuple[str | Sequence[int], SamplingParams]] = []
         self.interrupt_at = interrupt_at
         self.closed = 0
         self.warns = False
@@ -76,7 +76,7 @@ class ScriptedLLM(LLM):
         assert params is not None
         assert progress is not None
         progress("reading the prompt", 0.5)
-        self.asked.append((prompt, params))
+        self.received.append((prompt, params))
         checker = StopChecker(params, [2], TOKENIZER, 99)
         try:
             for start in range(0, len(STORY), 3):
@@ -105,7 +105,7 @@ class ScriptedLLM(LLM):
 
 
 def load_instead(monkeypatch: pytest.MonkeyPatch, build: Callable[..., object]) -> None:
-    """Commands get what `build` gives instead of a model."""
+    """Commands get what `build` returns instead of a model."""
     monkeypatch.setattr("forerun.commands.answering.build_llm", build)
     monkeypatch.setattr("forerun.commands.answering.require_template", lambda spec: None)
 
@@ -129,14 +129,14 @@ def test_the_text_goes_to_standard_output_and_nothing_else_does(llm: ScriptedLLM
     for word in ("some/model", "ngram, depth auto", "tokens/s", "tokens per round", "3.00", "66.7%", "1.00 1.00 0.00"):
         assert word in result.stderr
     assert all(line in result.stderr for line in llm.plan.lines())
-    assert str(llm.asked[0][1].seed) in result.stderr
+    assert str(llm.received[0][1].seed) in result.stderr
     threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
     assert f"AVX2 kernels, bfloat16, int8 weights, {threads}" in result.stderr
     assert llm.fingerprint in result.stderr
 
 
-def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
-    """A row that all members drafted together: guesses are those of who made them first."""
+def test_for_a_mix_every_drafters_rounds_and_tokens_are_printed(llm: ScriptedLLM) -> None:
+    """Of a row that all members drafted together, a token counts for the drafter that proposed it first."""
     assert "by drafter" not in generate("x").stderr
     llm.stats.record(Outcome([RowOutcome(0, 4, 3, 2, 3, 2, {0: (3, 2), 1: (1, 0)})], 0, 0.0, 0.0))
     shown = " ".join(generate("x").stderr.split())
@@ -147,9 +147,9 @@ def test_of_a_mix_it_is_told_what_each_arm_did(llm: ScriptedLLM) -> None:
     )
     assert f"by drafter {' '.join(lines)}" in shown
     assert "mix[ngram,model:A], depth auto" in generate("x", "--draft", "mix[ngram,model:A]").stderr
-    told = json.loads(generate("x", "--json").stdout)["stats"]["arms"]
-    assert told["ngram"] == {"num_rounds": 0, "num_drafted": 3, "num_accepted": 2}
-    assert told["merged"] == {"num_rounds": 1, "num_drafted": 0, "num_accepted": 0}
+    by_drafter = json.loads(generate("x", "--json").stdout)["stats"]["arms"]
+    assert by_drafter["ngram"] == {"num_rounds": 0, "num_drafted": 3, "num_accepted": 2}
+    assert by_drafter["merged"] == {"num_rounds": 1, "num_drafted": 0, "num_accepted": 0}
 
 
 def test_options_reach_the_sampling_parameters(llm: ScriptedLLM) -> None:
@@ -157,7 +157,7 @@ def test_options_reach_the_sampling_parameters(llm: ScriptedLLM) -> None:
         "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --seed 5 --max-tokens 6 --stop x --stop yy --ignore-eos"
     )
     generate("Prompt", *given.split())
-    prompt, params = llm.asked[0]
+    prompt, params = llm.received[0]
     assert prompt == "Prompt"
     assert params == SamplingParams(
         temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=5, max_tokens=6, stop=("x", "yy"), ignore_eos=True
@@ -189,10 +189,10 @@ def test_a_stop_string_ends_the_text(llm: ScriptedLLM) -> None:
 @pytest.mark.parametrize("arguments", [(), ("-",)])
 def test_the_prompt_may_come_from_standard_input(llm: ScriptedLLM, arguments: tuple[str, ...]) -> None:
     generate(*arguments, stdin="two\nlines\n\n")
-    assert llm.asked[0][0] == "two\nlines\n"
+    assert llm.received[0][0] == "two\nlines\n"
 
 
-def test_colours_tell_origins_apart_and_add_nothing_to_the_text(llm: ScriptedLLM) -> None:
+def test_colours_distinguish_origins_and_add_nothing_to_the_text(llm: ScriptedLLM) -> None:
     painted = generate("x", "--max-tokens", "6", FORCE_COLOR="1").stdout
     assert painted == (
         "\x1b[32mOnce\x1b[0m\x1b[32m upon\x1b[0m\x1b[33m a\x1b[0m"
@@ -203,7 +203,9 @@ def test_colours_tell_origins_apart_and_add_nothing_to_the_text(llm: ScriptedLLM
 @pytest.mark.parametrize(
     ("arguments", "env"), [((), {}), (("--raw",), {"FORCE_COLOR": "1"}), ((), {"FORCE_COLOR": "1", "NO_COLOR": "1"})]
 )
-def test_no_colours_where_none_are_wanted(llm: ScriptedLLM, arguments: tuple[str, ...], env: dict[str, str]) -> None:
+def test_options_and_environment_variables_switch_colours_off(
+    llm: ScriptedLLM, arguments: tuple[str, ...], env: dict[str, str]
+) -> None:
     result = generate("x", "--max-tokens", "6", *arguments, **env)
     assert result.stdout.rstrip("\n") == "Once upon a time, there"
     assert "\x1b[3" not in result.stderr
@@ -226,7 +228,7 @@ def test_json_is_one_object_with_everything(llm: ScriptedLLM) -> None:
 def test_a_seed_is_drawn_and_reported_where_none_is_given(llm: ScriptedLLM) -> None:
     seeds = {json.loads(generate("x", "--json").stdout)["seed"] for _ in range(3)}
     assert len(seeds) == 3
-    assert seeds == {params.seed for _, params in llm.asked}
+    assert seeds == {params.seed for _, params in llm.received}
 
 
 def test_interrupting_ends_the_answer_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +259,8 @@ def test_an_error_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> N
 
     load_instead(monkeypatch, build)
     for name in ("generate", "chat"):
-        said = refusal(name, "--model", "some/model", stdin="", COLUMNS="40")
-        assert said == f"error: some/model is neither a folder with [config.json] nor {'x' * 300}\n"
+        message = refusal(name, "--model", "some/model", stdin="", COLUMNS="40")
+        assert message == f"error: some/model is neither a folder with [config.json] nor {'x' * 300}\n"
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -274,17 +276,17 @@ def chat(*arguments: str, lines: str) -> Result:
     return command("chat", "--model", "some/model", "--max-tokens", "3", *arguments, stdin=lines)
 
 
-def asked(llm: ScriptedLLM) -> list[str]:
+def prompts_of(llm: ScriptedLLM) -> list[str]:
     return [
         llm.tokenizer.decode([i for i in prompt if isinstance(i, int)], skip_special_tokens=True)
-        for prompt, _ in llm.asked
+        for prompt, _ in llm.received
     ]
 
 
 def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
     result = chat("--system", "Be.", lines="hi\n\nand?\n/rset\n/reset\nagain\n/exit\nnever\n")
     assert result.exit_code == 0
-    assert asked(talking) == [
+    assert prompts_of(talking) == [
         "<system>Be.\n<user>hi\n<assistant>",
         "<system>Be.\n<user>hi\n<assistant>Once upon a\n<user>and?\n<assistant>",
         "<system>Be.\n<user>again\n<assistant>",
@@ -329,9 +331,9 @@ def test_ctrl_c_cancels_the_answer_and_not_the_program(talking: ScriptedLLM) -> 
     talking.interrupt_at = 3
     result = command("chat", "--model", "m", stdin="hi\nand?\n")
     assert result.exit_code == 0
-    assert len(talking.asked) == 2
+    assert len(talking.received) == 2
     assert "cancelled" in result.stderr
-    assert asked(talking)[1].startswith("<user>hi\n<assistant>Once upon a time, there\n<user>and?")
+    assert prompts_of(talking)[1].startswith("<user>hi\n<assistant>Once upon a time, there\n<user>and?")
 
 
 def test_reasoning_is_shown_apart_and_is_no_part_of_the_conversation(
@@ -342,13 +344,13 @@ def test_reasoning_is_shown_apart_and_is_no_part_of_the_conversation(
     monkeypatch.setattr(talking, "tokenizer", Tokenizer(TOKENIZER._backend, template=thinking))
     result = command("chat", "--model", "m", stdin="hi\nand?\n")
     assert result.stdout == "We look.\n\nA dog.\n" * 2
-    assert asked(talking)[1] == "<user>hi\n<assistant>A dog.\n<user>and?\n<assistant>"
+    assert prompts_of(talking)[1] == "<user>hi\n<assistant>A dog.\n<user>and?\n<assistant>"
     painted = command("chat", "--model", "m", stdin="hi\n", FORCE_COLOR="1").stdout
     assert "\x1b[2m" in painted.partition("A")[0]
     assert "\x1b[2m" not in painted.partition("dog")[2]
 
 
-def test_of_channels_the_final_one_is_kept() -> None:
+def test_of_several_channels_only_the_final_one_is_kept() -> None:
     tags = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     form = AnswerForm(begun="<|start|>assistant", special={tag: i for i, tag in enumerate(tags)})
     pieces = [tags[0], "analysis", tags[1], "We ", "look.", tags[2], tags[3], "assistant"]
@@ -367,7 +369,7 @@ def test_a_refused_turn_leaves_no_trace(talking: ScriptedLLM, monkeypatch: pytes
     result = chat(lines="no\nyes\n")
     assert result.exit_code == 0
     assert "error: messages: the chat template refuses them: not that" in result.stderr
-    assert asked(talking) == ["<user>yes\n<assistant>"]
+    assert prompts_of(talking) == ["<user>yes\n<assistant>"]
 
 
 def test_chat_without_a_template_says_what_to_do_before_it_loads(
@@ -380,9 +382,9 @@ def test_chat_without_a_template_says_what_to_do_before_it_loads(
         raise Loaded
 
     monkeypatch.setattr("forerun.commands.answering.build_llm", build)
-    said = refusal("chat", "--model", str(TARGET), stdin="hi\n")
-    assert f"error: no chat template in {TARGET / 'tokenizer_config.json'}" in said
-    assert "chat_template.jinja" in said
+    message = refusal("chat", "--model", str(TARGET), stdin="hi\n")
+    assert f"error: no chat template in {TARGET / 'tokenizer_config.json'}" in message
+    assert "chat_template.jinja" in message
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT)
@@ -406,8 +408,8 @@ def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
     assert {"drafted"} < set(answer["origins"])
 
 
-def test_an_adapter_goes_with_an_exit(tmp_path: Path) -> None:
-    """It is found in the drafter's name, the text stays, and with anything else one line says what to write."""
+def test_an_adapter_is_used_with_early_exit(tmp_path: Path) -> None:
+    """The adapter joins the drafter's name, the text stays the same, and any other drafter is refused in one line."""
     folder = adapter_of(TARGET, tmp_path / "an adapter, trained", 2, range(3, 5))
     common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--json", "--depth", "4")
     plain = json.loads(command(*common).stdout)
@@ -416,8 +418,8 @@ def test_an_adapter_goes_with_an_exit(tmp_path: Path) -> None:
     assert drafted["text"] == spelt["text"] == plain["text"]
     assert drafted["stats"]["num_accepted"] == spelt["stats"]["num_accepted"] > 0
     for draft in ((), ("-d", "ngram"), ("-d", "early-exit"), ("-d", "early-exit:2:a"), ("-d", "cascade[ngram,ngram]")):
-        said = refusal(*common, *draft, "--adapter", "DIR")
-        assert said.startswith("error: --adapter DIR needs --draft early-exit:E")
+        message = refusal(*common, *draft, "--adapter", "DIR")
+        assert message.startswith("error: --adapter DIR needs --draft early-exit:E")
     assert "exit_layer is 2" in refusal(*common, "--draft", "early-exit:3", "--adapter", str(folder))
 
 

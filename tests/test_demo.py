@@ -1,4 +1,4 @@
-"""The demo: each side's clock is its own, the card says what the events say, and it shows on any terminal."""
+"""The demo: each side has its own clock, the card agrees with the events, and any terminal can show it."""
 
 import hashlib
 import io
@@ -36,7 +36,7 @@ PROMPTS = [DemoPrompt("a/story.py", STORY), DemoPrompt("b/echo.py", f"{STORY} we
 
 
 class ScriptedClock:
-    """Stands still but for what a test lets pass."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -69,7 +69,7 @@ def score_of(steps: Sequence[Step]) -> Score:
 def takes(
     setup: RaceSetup, monkeypatch: pytest.MonkeyPatch, clock: ScriptedClock, plain_s: float, drafted_s: float
 ) -> None:
-    """From now on a round of either side takes so long on the clock, whatever it does."""
+    """From now on a round of either side takes so long on the clock, whatever it computes."""
     for engine in (setup.plain, setup.llm.engine):
         step_s = plain_s if engine is setup.plain else drafted_s
 
@@ -81,7 +81,7 @@ def takes(
 
 
 def made_step(side: Side, tokens: Sequence[int], step_s: float, *, read: int = 0, drafted: int = 0) -> Step:
-    """A round of decoding, its guesses all accepted, three quarters of its time in the pass."""
+    """A round of decoding with all draft tokens accepted and three quarters of its time in the target's pass."""
     row = RowOutcome(0, drafted, drafted, drafted, len(tokens))
     origins = (Origin.DRAFTED,) * (len(tokens) - 1) + (Origin.BONUS,)
     segments = tuple(Segment(f"word{token} ", origin) for token, origin in zip(tokens, origins, strict=True))
@@ -110,7 +110,7 @@ def test_both_sides_give_the_tokens_that_the_llm_gives_alone(setup: RaceSetup, t
 
 
 @pytest.mark.parametrize(("plain_s", "drafted_s"), [(1.0, 2.5), (1.0, 0.25)])
-def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
+def test_each_clock_counts_only_its_own_steps_and_the_side_behind_steps_next(
     setup: RaceSetup, monkeypatch: pytest.MonkeyPatch, plain_s: float, drafted_s: float
 ) -> None:
     clock = ScriptedClock()
@@ -122,13 +122,13 @@ def test_clocks_hold_own_steps_only_and_the_one_behind_moves(
         rounds[side] += 1
         if any(delta.finish_reason for delta in step.deltas):
             running.remove(side)
-        clock.now_s += 100.0  # what is done between steps, drawing for one, is on nobody's clock
+        clock.now_s += 100.0  # time between steps, such as for drawing, is on neither clock
     assert not running
     assert used == {Side.PLAIN: rounds[Side.PLAIN] * plain_s, Side.SPECULATIVE: rounds[Side.SPECULATIVE] * drafted_s}
     assert rounds[Side.SPECULATIVE] < rounds[Side.PLAIN]
 
 
-def test_a_race_left_early_leaves_nothing_behind(setup: RaceSetup) -> None:
+def test_a_race_closed_early_leaves_no_request_in_the_engine(setup: RaceSetup) -> None:
     race = setup.race(STORY, params())
     next(race)
     race.close()  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def test_a_race_left_early_leaves_nothing_behind(setup: RaceSetup) -> None:
     assert score_of(list(setup.race(STORY, params()))).same_tokens
 
 
-def test_the_card_says_what_the_events_say(setup: RaceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cards_figures_are_those_of_the_events(setup: RaceSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ScriptedClock()
     takes(setup, monkeypatch, clock, plain_s=0.5, drafted_s=0.8)
     steps = list(setup.race(STORY, params(), clock))
@@ -170,19 +170,19 @@ def shown(what: object, width: int = 200) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("drafted_s", "pays"), [(2.9, True), (3.1, False)])
-def test_a_loss_is_called_a_loss_and_explained(drafted_s: float, pays: bool) -> None:
+@pytest.mark.parametrize(("drafted_s", "faster"), [(2.9, True), (3.1, False)])
+def test_a_slowdown_is_stated_and_explained(drafted_s: float, faster: bool) -> None:
     score = made_score(1.0, drafted_s)  # three tokens per drafted round, of three times a plain one's time
-    assert score.pays == pays
+    assert score.pays == faster
     text = shown(demo_card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
     assert score.verdict in text
-    assert ("is not faster than plain decoding on this machine" in text) == (not pays)
-    assert text.count(score.costs) == (1 if pays else 2)
+    assert ("is not faster than plain decoding on this machine" in text) == (not faster)
+    assert text.count(score.costs) == (1 if faster else 2)
     assert f"a pass over 3.0 tokens takes {drafted_s:.2f} times as long as over one" in score.costs
     assert "drafting takes 25% of the time; a round yields 3.00 tokens" in score.costs
 
 
-def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
+def test_an_overall_speedup_does_not_hide_a_slowdown_on_one_prompt() -> None:
     loss, gain = made_score(1.0, 4.0), made_score(1.0, 0.5)
     text = shown(
         demo_card("", [PromptScore("x/slow.py", 1.0, 7, loss), PromptScore("fast.py", 1.0, 7, gain)], gain, [])
@@ -190,7 +190,7 @@ def test_a_gain_in_all_does_not_hide_a_loss_on_one_prompt() -> None:
     assert f"It is not faster on slow.py at temperature 1 (×{loss.speed_up:.2f})." in text
 
 
-def test_different_tokens_are_shouted() -> None:
+def test_different_tokens_are_reported_in_capitals() -> None:
     score = made_score(1.0, 1.0)
     score.speculative.token_ids[3] += 1
     text = shown(demo_card("", [PromptScore("a.py", 0.0, 7, score)], score, []))
@@ -199,7 +199,7 @@ def test_different_tokens_are_shouted() -> None:
     assert re.search("a.py .* NO", text)
 
 
-def test_nothing_to_compare_is_no_loss() -> None:
+def test_a_score_without_tokens_is_no_slowdown() -> None:
     assert "too short to compare" in Score().verdict
     assert "is not faster" not in shown(demo_card("", [PromptScore("a.py", 0.0, 2, Score())], Score(), []))
 
@@ -243,7 +243,7 @@ def terminal(width: int, height: int, **more: object) -> Console:
     return Console(file=io.StringIO(), width=width, height=height, **settings)  # type: ignore[arg-type]
 
 
-def test_panels_only_where_a_person_sees_colours() -> None:
+def test_panels_are_only_for_interactive_terminals_with_colours() -> None:
     assert isinstance(view_of(terminal(80, 24), False, "", ""), Panels)
     plain = [
         view_of(terminal(80, 24), True, "", ""),
@@ -320,7 +320,7 @@ def test_json_is_one_object_with_all_numbers(run: Callable[..., Result]) -> None
     assert 10**7 < answer["peak_rss_bytes"] < 8 * 10**9
 
 
-def test_a_drafter_that_is_given_guesses_for_every_prompt(run: Callable[..., Result]) -> None:
+def test_a_drafter_given_by_option_drafts_for_every_prompt(run: Callable[..., Result]) -> None:
     result = run("--json", "--draft", "suffix")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
@@ -388,9 +388,9 @@ def test_without_the_chat_model_the_bundled_ones_go_on_with_code(
     monkeypatch.setattr(material, "Pair", SimpleNamespace(widened=lambda _draft, _bar: pair))
     result = command("demo", "-n", "6")
     assert result.exit_code == 0
-    said = " ".join(result.stderr.split())
-    assert "Using the bundled models instead: " in said
-    assert "FORERUN_OFFLINE is set: unset it" in said
+    message = " ".join(result.stderr.split())
+    assert "Using the bundled models instead: " in message
+    assert "FORERUN_OFFLINE is set: unset it" in message
     assert "1/2, temperature 0  a/story.py" in result.stdout
 
 

@@ -1,4 +1,4 @@
-"""Devices by name, and what is said of those that are not there."""
+"""Devices by name, and the messages about devices that are missing."""
 
 import builtins
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_auto_is_what_the_environment_says_or_the_best_there_is(monkeypatch: pyt
     assert Placement.of("cuda:1", one_gemm=True) == Placement(torch.device("cuda", 1), fixed=True, one_gemm=True)
 
 
-def test_devices_that_nobody_has_tested_are_accepted_and_said_to_be_so(
+def test_untested_devices_are_accepted_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_untested.cache_clear()
@@ -53,9 +53,9 @@ def test_devices_that_nobody_has_tested_are_accepted_and_said_to_be_so(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     amd = Placement(torch.device("cuda", 1), fixed=True, one_gemm=True)
     assert Placement.of("rocm:1", one_gemm=True) == Placement.of("hip:1", one_gemm=True) == amd
-    said = [record.getMessage() for record in caplog.records]
-    assert [line.split(":")[0] for line in said] == ["device mps", "device rocm", "device hip"]
-    assert all("was not tested on such devices" in line for line in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in messages] == ["device mps", "device rocm", "device hip"]
+    assert all("was not tested on such devices" in line for line in messages)
 
 
 def test_torch_devices_are_devices_and_none_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +85,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, torch.device("meta"), torch.float32], ids=lambda wrong: f"{wrong!r:.20}")
-def test_what_is_not_a_device_is_refused_by_name(wrong: object) -> None:
+def test_an_invalid_device_is_refused_by_name(wrong: object) -> None:
     with unchecked(), pytest.raises(InvalidRequest, match=r"device: .*use auto, cpu, cuda") as caught:
         Placement.of(wrong)  # type: ignore[arg-type]
     assert len(str(caught.value)) < 200
 
 
-def test_a_gpu_that_is_not_there_is_named_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_named_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     with pytest.raises(DeviceUnavailable, match=r"without CUDA.*--device cpu"):
         LLM(str(TARGET), device="cuda")
@@ -134,7 +134,7 @@ def test_compiled_kernels_are_for_plain_passes_on_cpus() -> None:
     assert there.fingerprint() != here.fingerprint()
 
 
-def test_numbers_go_there_and_back() -> None:
+def test_tensors_go_to_the_device_and_back_unchanged() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     there = upload([[1, 2], [3, 4]], torch.int64, device)
     assert upload_tensor(torch.tensor([5]), device).device.type == device.type

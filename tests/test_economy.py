@@ -15,29 +15,31 @@ CHANCES = st.lists(st.floats(0.01, 0.99), min_size=1, max_size=6)
 
 @given(CHANCES)
 def test_expected_tokens_are_those_of_every_way_a_round_can_end(chances: list[float]) -> None:
-    """By enumeration: each guess accepted or not; the run is what comes before the first that is not, and one more."""
+    """By enumeration: each draft token is accepted or not; the run ends at the first rejected one, plus one token."""
     for length in range(len(chances) + 1):
         total = 0.0
-        for fates in itertools.product((True, False), repeat=length):
-            run = next((i for i, fate in enumerate(fates) if not fate), length)
-            total += (run + 1) * math.prod(a if fate else 1 - a for a, fate in zip(chances, fates, strict=False))
+        for outcomes in itertools.product((True, False), repeat=length):
+            run = next((i for i, accepted in enumerate(outcomes) if not accepted), length)
+            total += (run + 1) * math.prod(
+                a if accepted else 1 - a for a, accepted in zip(chances, outcomes, strict=False)
+            )
         assert expected_tokens(chances, length) == pytest.approx(total)
 
 
-def speed_up(alpha: float, guess_s: float) -> tuple[float, int]:
+def speed_up(alpha: float, draft_s: float) -> tuple[float, int]:
     """How much faster than plain decoding, whose step takes 1, and the length that makes it so."""
     chances = [alpha] * 40
-    length = best_depth(chances, lambda k: 1 + k * guess_s)
-    return 1 / cost_per_token(length, chances, lambda k: 1 + k * guess_s), length
+    length = best_depth(chances, lambda k: 1 + k * draft_s)
+    return 1 / cost_per_token(length, chances, lambda k: 1 + k * draft_s), length
 
 
 @pytest.mark.parametrize(
-    ("alpha", "guess_s", "length", "faster"),
+    ("alpha", "draft_s", "length", "faster"),
     [(0.5, 0.1, 2, 1.46), (0.8, 0.02, 11, 3.82), (0.8, 0.05, 8, 3.09), (0.9, 0.02, 19, 6.37), (0.9, 0.2, 7, 2.37)],
 )
-def test_best_depths_of_the_published_formula(alpha: float, guess_s: float, length: int, faster: float) -> None:
+def test_best_depths_of_the_published_formula(alpha: float, draft_s: float, length: int, faster: float) -> None:
     """(1 - a^(k+1)) / ((1 - a)(ck + 1)) at its best k, as tabulated; Leviathan et al. 2211.17192, theorem 3.8."""
-    found, best = speed_up(alpha, guess_s)
+    found, best = speed_up(alpha, draft_s)
     assert (round(found, 2), best) == (faster, length)
 
 
@@ -58,13 +60,13 @@ def test_a_cascade_of_three_is_faster_than_any_two_of_them() -> None:
 
 
 @given(CHANCES, CHANCES, st.floats(0.001, 0.3), st.floats(0.01, 0.9), st.floats(0.0, 0.1))
-def test_level_by_level_is_the_best_of_all_pairs_of_lengths(
-    lower: list[float], upper: list[float], guess_s: float, pass_s: float, token_s: float
+def test_optimising_each_level_alone_gives_the_best_of_all_pairs_of_lengths(
+    lower: list[float], upper: list[float], draft_s: float, pass_s: float, token_s: float
 ) -> None:
-    """Each level looks at itself alone, and brute force over both lengths finds nothing better."""
+    """Each level's length is chosen for that level alone; brute force over both lengths finds nothing better."""
 
     def inner_s(k: int) -> float:
-        return pass_s + token_s * k + guess_s * k
+        return pass_s + token_s * k + draft_s * k
 
     def whole(inner: int, outer: int) -> float:
         each_s = cost_per_token(inner, lower, inner_s)
@@ -77,7 +79,7 @@ def test_level_by_level_is_the_best_of_all_pairs_of_lengths(
     assert whole(inner, outer) == pytest.approx(min(whole(*pair) for pair in pairs))
 
 
-def test_a_line_is_found_again() -> None:
+def test_the_fit_of_exact_points_recovers_the_line() -> None:
     line, dice = LinearCost(), random.Random(0)
     assert line.expect(3) == 0
     line.record(4, 0.5)
@@ -90,7 +92,7 @@ def test_a_line_is_found_again() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0, 10)), min_size=1, max_size=20), st.integers(1, 600))
-def test_nothing_is_expected_to_cost_less_than_nothing(seen: list[tuple[int, float]], size: int) -> None:
+def test_no_expected_cost_is_negative(seen: list[tuple[int, float]], size: int) -> None:
     line = LinearCost()
     for known, taken_s in seen:
         line.record(known, taken_s)
@@ -98,7 +100,7 @@ def test_nothing_is_expected_to_cost_less_than_nothing(seen: list[tuple[int, flo
     assert line.expect(size + 1) >= line.expect(size) - 1e-9
 
 
-def test_a_machine_that_stood_still_once_is_no_price() -> None:
+def test_one_outlying_time_does_not_change_the_cost() -> None:
     line = LinearCost()
     for _ in range(50):
         line.record(4, 0.01)

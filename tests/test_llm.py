@@ -1,7 +1,7 @@
-"""The offline front door: what results hold, in which order, what is refused and how, and that nothing is left behind.
+"""LLM: what results hold and in which order, what is refused and how, and that nothing is left in the engine.
 
-That drafting changes no token is the business of tests/law; here it is asked of log-probabilities, streams and
-requests of different wishes.
+That drafting changes no token is tested in tests/law; here it is tested of log-probabilities, streams and requests
+with different speculation settings.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ def tokens_of(results: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
     return [[sample.token_ids for sample in result.outputs] for result in results]
 
 
-def test_results_say_what_was_asked_and_come_in_order() -> None:
+def test_results_hold_the_request_and_come_in_the_order_of_the_prompts() -> None:
     """The shortest is finished first, the order is that of the prompts."""
     llm = with_model()
     prompts = [PROMPTS[0], llm.tokenizer.encode(PROMPTS[1]), tuple(llm.tokenizer.encode(PROMPTS[2])), PROMPTS[3]]
@@ -73,7 +73,7 @@ def test_results_say_what_was_asked_and_come_in_order() -> None:
     assert_empty(llm)
 
 
-def test_one_prompt_or_many_as_text_or_tokens() -> None:
+def test_prompts_may_be_one_or_several_and_text_or_token_ids() -> None:
     llm, ids = plain(), plain().tokenizer.encode(PROMPTS[0])
     (expected,) = llm.generate(PROMPTS[0], params_with())
     for prompts in ([PROMPTS[0]], ids, tuple(ids), [ids], (tuple(ids),), (PROMPTS[0],)):
@@ -86,7 +86,7 @@ def test_one_prompt_or_many_as_text_or_tokens() -> None:
     with_defaults.close()
 
 
-def test_samples_differ_and_come_again() -> None:
+def test_samples_differ_from_each_other_and_repeat_with_their_seed() -> None:
     warm = {"temperature": 1.6, "logprobs": 1, "max_tokens": 10}
     for llm in (plain(), with_model()):
         (three,) = llm.generate(PROMPTS[0], params_with(7, n=3, **warm))
@@ -102,7 +102,7 @@ def test_samples_differ_and_come_again() -> None:
         assert_empty(llm)
 
 
-def test_seeds_are_reported_and_give_the_answer_again() -> None:
+def test_the_reported_seed_reproduces_the_answer() -> None:
     llm = with_ngrams()
     drawn = llm.generate([PROMPTS[0]] * 4, params_with(None, n=2, temperature=3.0))
     assert len({result.seed for result in drawn}) == 4
@@ -128,7 +128,7 @@ REFUSED: list[tuple[Callable[[LLM], object], type[ForerunError], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_what_cannot_be_served_is_refused_before_anything_runs(
+def test_invalid_requests_are_refused_before_anything_runs(
     call: Callable[[LLM], object], kind: type[ForerunError], message: str
 ) -> None:
     llm = with_ngrams()
@@ -168,7 +168,7 @@ BUILDS: list[tuple[dict[str, object], type[ForerunError], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "kind", "message"), BUILDS, ids=lambda value: str(value)[:40])
-def test_what_cannot_be_built_is_refused_with_a_way_out(
+def test_invalid_settings_are_refused_with_a_remedy(
     settings: dict[str, object], kind: type[ForerunError], message: str
 ) -> None:
     with unchecked(), pytest.raises(kind, match=message):
@@ -177,14 +177,14 @@ def test_what_cannot_be_built_is_refused_with_a_way_out(
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("make", [plain, with_ngrams, with_model])
-def test_a_stream_is_the_answer_in_pieces(make: Callable[[], LLM], n: int) -> None:
+def test_the_pieces_of_a_stream_make_the_answer(make: Callable[[], LLM], n: int) -> None:
     llm, asked = make(), params_with(3, n=n, logprobs=2, stop=["the"], max_tokens=24)
     deltas = list(llm.stream(PROMPTS[1], asked))
     (result,) = llm.generate(PROMPTS[1], asked)
     for sample in result.outputs:
         own = [delta for delta in deltas if delta.sample == sample.index]
         assert tuple(token for delta in own for token in delta.token_ids) == sample.token_ids
-        assert "".join(delta.text for delta in own) == sample.text
+        assert "".join(delta.text for delta in deltas) == sample.text
         assert tuple(alternatives for delta in own for alternatives in delta.logprobs) == sample.logprobs
         assert len([origin for delta in own for origin in delta.origins]) == len(sample.origins)
         assert [delta.finish_reason for delta in own[:-1]] == [None] * (len(own) - 1)
@@ -209,34 +209,34 @@ def test_closing_a_stream_frees_everything(make: Callable[[], LLM], num_read: in
 
 
 class Faulty(Exception):
-    """A processor's own failure."""
+    """What a logits processor raises."""
 
 
-def test_a_processor_that_fails_on_guesses_only_fails_nothing() -> None:
-    """What plain decoding never asks of it must not end a request that is drafted."""
+def test_a_processor_that_fails_only_on_rejected_draft_tokens_fails_no_request() -> None:
+    """A failure on a text that plain decoding never reaches must not end a request that is drafted."""
     params = params_with(3, max_tokens=24)
     (answer,) = plain().generate(PROMPTS[0], params)[0].outputs
     prompt = plain().tokenizer.encode(PROMPTS[0])
-    said = [*prompt, *answer.token_ids]
+    text = [*prompt, *answer.token_ids]
 
     def picky(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        if list(tokens) != said[: len(tokens)]:
+        if list(tokens) != text[: len(tokens)]:
             failures.append(tuple(tokens))
-            raise Faulty("not what will be said")
+            raise Faulty("not the plain text")
         return logits
 
     for make in (plain, with_ngrams, with_model):
         failures: list[tuple[int, ...]] = []
         asked = replace(params, logits_processors=[picky])
         assert make().generate(PROMPTS[0], asked, speculation=4)[0].outputs[0].token_ids == answer.token_ids
-        if make is not with_ngrams:  # of what is drafted for nothing, compiled verdicts ask no processor
+        if make is not with_ngrams:  # compiled verification runs no processor on draft tokens that are rejected
             assert bool(failures) == (make is with_model)
         assert_empty(make())
 
 
 @cache
 def law(tokens: tuple[int, ...]) -> Tensor:
-    """transformers' log-law after every token."""
+    """transformers' log-probabilities after every token."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -258,7 +258,7 @@ def assert_logprobs(found: Sequence[TokenLogprobs], tokens: tuple[int, ...], fir
 
 
 def test_logprobs_are_those_of_transformers() -> None:
-    """Of the raw law, whatever transforms say, for prompt and answer, drafted or not."""
+    """Those before any logits transform, for prompt and answer, with and without a drafter."""
     asked = params_with(
         4, temperature=0.6, top_k=20, repetition_penalty=1.2, logprobs=5, prompt_logprobs=3, max_tokens=24
     )
@@ -272,31 +272,34 @@ def test_logprobs_are_those_of_transformers() -> None:
             assert_logprobs(answer.logprobs, tokens, len(result.prompt_token_ids), 5)
 
 
-WISHES = (False, 1, None, 6, Speculation(3, 2, 5), True, 0, Speculation(5, 4, 16), Speculation(2, 5, 7), 3)
+SPECULATIONS = (False, 1, None, 6, Speculation(3, 2, 5), True, 0, Speculation(5, 4, 16), Speculation(2, 5, 7), 3)
 
 
 @pytest.mark.parametrize("make", [with_ngrams, with_model])
-def test_requests_of_different_wishes_side_by_side(make: Callable[[], LLM]) -> None:
+def test_requests_with_different_speculation_run_in_one_batch(make: Callable[[], LLM]) -> None:
     llm = make()
-    prompts = [PROMPTS[i % 5] for i in range(len(WISHES))]
-    params = [params_with(seed, temperature=seed % 3 / 2, max_tokens=20 + seed) for seed in range(len(WISHES))]
-    streams = [llm.stream(p, q, speculation=wish) for p, q, wish in zip(prompts, params, WISHES, strict=True)]
+    prompts = [PROMPTS[i % 5] for i in range(len(SPECULATIONS))]
+    params = [params_with(seed, temperature=seed % 3 / 2, max_tokens=20 + seed) for seed in range(len(SPECULATIONS))]
+    streams = [
+        llm.stream(p, q, speculation=speculation)
+        for p, q, speculation in zip(prompts, params, SPECULATIONS, strict=True)
+    ]
     pieces = [[next(stream)] for stream in streams]
-    assert len(llm.engine.sequences) > len(WISHES) // 2, "they are not side by side"
-    for own, stream in zip(pieces, streams, strict=True):
-        own += stream
-    found = [[tuple(token for delta in own for token in delta.token_ids)] for own in pieces]
-    assert found == tokens_of(plain().generate(prompts, params))
-    for wish, own in zip(WISHES, pieces, strict=True):
-        deepest = max(sum(origin is Origin.DRAFTED for origin in delta.origins) for delta in own)
-        limit = Speculation.of(wish, Speculation()).depth
+    assert len(llm.engine.sequences) > len(SPECULATIONS) // 2, "they are not in one batch"
+    for deltas, stream in zip(pieces, streams, strict=True):
+        deltas += stream
+    token_ids = [[tuple(token for delta in deltas for token in delta.token_ids)] for deltas in pieces]
+    assert token_ids == tokens_of(plain().generate(prompts, params))
+    for speculation, deltas in zip(SPECULATIONS, pieces, strict=True):
+        deepest = max(sum(origin is Origin.DRAFTED for origin in delta.origins) for delta in deltas)
+        limit = Speculation.of(speculation, Speculation()).depth
         assert deepest <= limit
         if limit == 0:
-            assert {origin for delta in own for origin in delta.origins} == {Origin.TARGET}
+            assert {origin for delta in deltas for origin in delta.origins} == {Origin.TARGET}
     assert_empty(llm)
 
 
-def test_a_drafter_can_be_named_by_its_arm_and_the_default_be_nothing() -> None:
+def test_a_request_names_a_drafter_by_its_arm_and_the_default_may_be_no_drafting() -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32", speculation=False)
     expected = list(map(exact_parts, plain().generate(list(PROMPTS), params_with())))
     assert list(map(exact_parts, llm.generate(list(PROMPTS), params_with()))) == expected
@@ -308,7 +311,7 @@ def test_a_drafter_can_be_named_by_its_arm_and_the_default_be_nothing() -> None:
     assert llm.stats.num_drafted > 0
 
 
-def test_progress_goes_from_nothing_to_all() -> None:
+def test_progress_goes_from_0_to_1() -> None:
     seen_of: dict[str, list[float]] = {}
     llm = LLM(str(TARGET), dtype="float32", progress=lambda what, part: seen_of.setdefault(what, []).append(part))
     params = [params_with(max_tokens=3 + i) for i in range(4)]

@@ -1,4 +1,4 @@
-"""What an LLM is told when it is made, what it says of itself, and how it ends."""
+"""The settings of an LLM, its description of itself, and how it is closed."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ def seeds_of(llm: LLM, num: int = 3) -> list[int]:
     return [result.seed for result in llm.generate([PROMPT] * num, SHORT)]
 
 
-def test_a_seed_settles_the_seeds_of_requests_that_bring_none() -> None:
+def test_the_llms_seed_determines_the_seeds_of_requests_without_one() -> None:
     first, again, other = (LLM(str(TARGET), dtype="float32", seed=seed) for seed in (7, 7, -7))
     assert len(set(seeds_of(first))) == 3
     assert [*seeds_of(LLM(str(TARGET), dtype="float32", seed=7)), *seeds_of(first)] == seeds_of(again, 6)
@@ -33,7 +33,7 @@ def test_a_seed_settles_the_seeds_of_requests_that_bring_none() -> None:
 
 @pytest.fixture
 def with_defaults(tmp_path: Path) -> Path:
-    """The checkpoint, with a generation_config.json that asks for something."""
+    """The checkpoint, with a generation_config.json that sets sampling parameters."""
     folder = tmp_path / "model"
     shutil.copytree(TARGET, folder)
     config = {"temperature": 0.5, "top_k": 7, "max_new_tokens": 5, "num_beams": 4, "eos_token_id": 2}
@@ -46,15 +46,15 @@ def test_requests_without_parameters_follow_the_models_own_file(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="forerun"):
         llm = LLM(str(with_defaults), dtype="float32")
-    asked = llm.get_default_sampling_params()
-    assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.5, 7, 5)
-    assert asked == SamplingParams(temperature=0.5, top_k=7, max_tokens=5)
+    defaults = llm.get_default_sampling_params()
+    assert (defaults.temperature, defaults.top_k, defaults.max_tokens) == (0.5, 7, 5)
+    assert defaults == SamplingParams(temperature=0.5, top_k=7, max_tokens=5)
     (answer,) = llm.generate(PROMPT)[0].outputs
     assert len(answer.token_ids) <= 5
     assert sum(len(delta.token_ids) for delta in llm.stream(PROMPT)) <= 5
     assert len(llm.generate(PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))[0].outputs[0].token_ids) == 9
-    told = {record.levelno: record.getMessage() for record in caplog.records}
-    assert "num_beams" in told[logging.WARNING]
+    messages = {record.levelno: record.getMessage() for record in caplog.records}
+    assert "num_beams" in messages[logging.WARNING]
     assert any("temperature=0.5, top_k=7, max_tokens=5" in record.getMessage() for record in caplog.records)
 
 
@@ -83,12 +83,12 @@ def test_another_folders_defaults_can_be_named(with_defaults: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", ["nowhere", "x" * 5000, "a\0b", "\ud800", 5])
-def test_what_names_no_defaults_is_refused(choice: object) -> None:
+def test_a_generation_config_that_is_no_folder_is_refused(choice: object) -> None:
     with pytest.raises(InvalidRequest, match=r"generation_config: .* must be 'auto'"):
         generation_defaults(choice, TARGET)  # type: ignore[arg-type]
 
 
-def test_a_spec_and_keywords_say_the_same() -> None:
+def test_a_draft_spec_and_keywords_are_equivalent() -> None:
     spec = ModelSpec(str(TARGET), dtype="float32", kernels="torch")
     one, other = LLM(spec), LLM(str(TARGET), dtype="float32", kernels="torch")
     assert (one.fingerprint, one.format, one.kernels) == (other.fingerprint, other.format, other.kernels)
@@ -103,7 +103,7 @@ def test_absurd_numbers_are_refused(name: str) -> None:
             LLM(str(TARGET), **{name: value})  # type: ignore[arg-type]
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr_names_model_drafter_and_device() -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_model_len=64, max_num_seqs=3)
     shown = f"LLM({str(TARGET)!r}, draft='ngram', format='float32', kernels={llm.kernels!r}"
     assert repr(llm) == f"{shown}, max_model_len=64, max_num_seqs=3)"
@@ -111,7 +111,7 @@ def test_it_says_what_it_is() -> None:
     assert repr(llm) == f"{shown}, max_model_len=64, max_num_seqs=3, closed)"
 
 
-def test_what_was_started_is_in_the_log_and_silent_unless_asked_for(
+def test_the_start_is_logged_and_silent_by_default(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO, logger="forerun"):
@@ -150,10 +150,10 @@ def test_leaving_the_block_closes_and_ends_streams() -> None:
     stream.close()  # type: ignore[attr-defined]
 
 
-def test_a_past_on_disk_keeps_what_was_said_before_closing(tmp_path: Path) -> None:
+def test_a_stored_past_keeps_the_tokens_emitted_before_closing(tmp_path: Path) -> None:
     file = tmp_path / "past.jsonl"
     with LLM(str(TARGET), f"suffix:{file}", dtype="float32") as llm:
         stream = llm.stream(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True, seed=1))
-        said = [token for _ in range(6) for token in next(stream).token_ids]
+        emitted = [token for _ in range(6) for token in next(stream).token_ids]
     kept = json.loads(file.read_text(encoding="utf-8").splitlines()[1])["tokens"]
-    assert kept[: len(said)] == said
+    assert kept[: len(emitted)] == emitted

@@ -1,4 +1,4 @@
-"""What a measurement says of its machine."""
+"""The description of the machine that a measurement records."""
 
 import mmap
 import sys
@@ -28,7 +28,7 @@ def test_the_processors_name_is_the_systems(tmp_path: Path) -> None:
     assert processor(cpuinfo) == processor(tmp_path / "missing")
 
 
-def test_vector_instructions_are_told_from_all_else_that_a_processor_can(tmp_path: Path) -> None:
+def test_vector_instructions_are_found_among_a_processors_flags(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     assert vector_instructions(cpuinfo) == ()
     flags = "fpu sse ssse3 sse4_1 avx avx2 avx512f avx512_bf16 amx_tile amx_bf16 fma f16c sme smep sev aes hypervisor"
@@ -86,7 +86,7 @@ def test_without_meminfo_half_of_the_physical_memory_counts(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_the_peak_forgets_what_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_peak_is_reset_after_memory_is_freed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     block = mmap.mmap(-1, 200_000_000)  # memory of its own: a tensor may take what the process had and would keep
     for page in range(0, len(block), mmap.PAGESIZE):
         block[page] = 1
@@ -101,8 +101,8 @@ def test_the_peak_forgets_what_is_given_back(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize("name", ["a.py", "deep/b.cpp", "deep/c.hpp"])
-def test_sources_are_told_apart(tmp_path: Path, name: str) -> None:
-    """A changed line, kernels included, makes other sources; what is compiled or cached beside them does not."""
+def test_changed_sources_have_another_digest(tmp_path: Path, name: str) -> None:
+    """A changed line, kernels included, makes other sources; compiled or cached files in the folders do not."""
     for each in ("a.py", "deep/b.cpp", "deep/c.hpp"):
         (tmp_path / each).parent.mkdir(exist_ok=True)
         (tmp_path / each).write_text("one")

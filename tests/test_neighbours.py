@@ -1,4 +1,4 @@
-"""What other programs take while something is measured: it is said beside the figure, and such figures are not kept."""
+"""Other programs' load during a measurement is reported with the figure, and disturbed figures are not kept."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def measurements_can_be_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeTime:
-    """Time that passes by `run` alone, in which others keep so many cores busy."""
+    """A clock that only `run` advances, while other programs keep so many cores busy."""
 
     def __init__(self) -> None:
         self.now_s, self.taken_s = 100.0, 7.0
@@ -56,7 +56,7 @@ def test_busy_cores_are_those_of_the_time_between() -> None:
     assert watch.num_busy() == pytest.approx(1.25)
 
 
-def test_a_short_time_says_nothing_and_neither_does_a_system_that_does_not_tell() -> None:
+def test_nothing_is_reported_of_a_short_time_or_by_a_system_without_counters() -> None:
     times = FakeTime()
     watch = times.neighbours()
     times.run(0.1, 2)
@@ -98,8 +98,8 @@ def run_of(depth: int, num_busy: float | None) -> BenchRun:
 
 
 @pytest.mark.parametrize(("plain", "drafted"), [(0.0, BUSY), (BUSY, 0.0), (None, 0.01)])
-def test_a_benchmark_says_so_in_the_line_of_the_figure(plain: float | None, drafted: float) -> None:
-    """A ratio is worth as little as what was disturbed more."""
+def test_a_disturbed_benchmark_is_marked_in_the_line_of_the_figure(plain: float | None, drafted: float) -> None:
+    """A ratio is as uncertain as the more disturbed of its two figures."""
     figures = group_figures(Group("code", 1, 0.0), [run_of(0, plain), run_of(1, drafted)])
     console = Console(width=120, file=io.StringIO())
     console.print(table(figures))
@@ -118,7 +118,7 @@ def test_runs_that_were_disturbed_are_made_again_by_the_same_command(tmp_path: P
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Has everybody find so many busy cores."""
+    """Sets the number of busy cores that every measurement finds."""
 
     def set_busy(num_busy: float) -> None:
         monkeypatch.setattr(Neighbours, "num_busy", lambda self: num_busy)
@@ -155,6 +155,6 @@ def test_costs_of_rounds_that_were_disturbed_are_not_kept(
         caplog.clear()
 
 
-def test_a_run_knows_of_its_neighbours() -> None:
+def test_a_run_records_the_load_of_other_programs() -> None:
     run = replace(run_of(0, None), num_busy=0.25)
     assert BenchRun.from_json(json.loads(json.dumps(asdict(run)))) == run

@@ -104,7 +104,7 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["gnerate"], "No such command 'gnerate'. Did you mean 'generate'?"),
         (["generate", "--temprature", "1"], "No such option: --temprature. Did you mean --temperature?"),
@@ -114,9 +114,9 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["generate", "-m", "x", "--verification", "x"], "'x' is not one of 'coupled', 'token', 'block'"),
     ],
 )
-def test_mistakes_of_usage_are_one_line_with_what_may_have_been_meant(arguments: list[str], said: str) -> None:
+def test_mistakes_of_usage_are_one_line_with_what_may_have_been_meant(arguments: list[str], message: str) -> None:
     refused = refusal(*arguments)
-    assert said in refused
+    assert message in refused
     assert "Value error" not in refused
 
 

@@ -1,4 +1,4 @@
-"""Progress goes to who asked for it, to a terminal where a person watches, and nowhere else."""
+"""Progress goes to the callback if there is one, else to an interactive terminal, else nowhere."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def shown_by(bar: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, num_steps: int = 10) -> str:
-    """What is drawn of so many steps that take a second each."""
+    """The output of so many steps that take a second each."""
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(sys, "stderr", stream)
@@ -38,12 +38,12 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_nothing(monkeypatch: pytest.Monke
 
 
 def test_a_callback_gets_every_step_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal, told = Terminal(), list[tuple[str, float]]()
+    terminal, reported = Terminal(), list[tuple[str, float]]()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress.reporting(lambda what, done: told.append((what, done)), True) as report:
+    with progress.reporting(lambda what, done: reported.append((what, done)), True) as report:
         report("a", 0.5)
         report("a", 1.0)
-    assert told == [("a", 0.5), ("a", 1.0)]
+    assert reported == [("a", 0.5), ("a", 1.0)]
     assert terminal.getvalue() == ""
 
 
@@ -61,7 +61,7 @@ def test_a_bar_is_drawn_ten_times_a_second_at_most_and_at_the_end(monkeypatch: p
     assert drawn[-1] == 1.0
 
 
-def test_the_bar_goes_when_the_work_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_is_removed_when_the_work_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(progress.LoadingBar, "stop", lambda _bar: stopped.append(True))
@@ -70,7 +70,7 @@ def test_the_bar_goes_when_the_work_fails(monkeypatch: pytest.MonkeyPatch) -> No
     assert stopped == [True]
 
 
-def test_work_of_hours_tells_a_file_how_far_it_is_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_writes_its_progress_to_a_file_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = [100.0], io.StringIO()
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     with progress.LoadingBar(Console(file=file), lines_s=30.0) as bar:

@@ -73,7 +73,7 @@ def test_every_family_of_the_code_has_its_row_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["family"])
-def test_what_a_row_says_is_what_is_tested(row: dict[str, str], tmp_path: Path) -> None:
+def test_every_entry_of_a_row_is_tested(row: dict[str, str], tmp_path: Path) -> None:
     """Its GGUF, quantised folders, devices and tests are those of the tests' tables and of the code."""
     architectures = set(names(row["`architectures`"]))
 
@@ -210,14 +210,14 @@ def run(arguments: list[str]) -> str:
 
 
 def run_forerun(arguments: list[str]) -> None:
-    """It runs and says something, which without its drafter is the same."""
+    """It runs and prints something, and prints the same without its drafter."""
     command = arguments[0]
     arguments = [*arguments, *SHORTER[command]]
-    told = run(arguments)
-    assert told.strip(), arguments
+    output = run(arguments)
+    assert output.strip(), arguments
     if command in ("generate", "chat") and "--draft" in arguments:
         at = arguments.index("--draft")
-        assert run(arguments[:at] + arguments[at + 2 :]) == told
+        assert run(arguments[:at] + arguments[at + 2 :]) == output
 
 
 def run_hf(arguments: list[str]) -> None:

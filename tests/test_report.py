@@ -23,7 +23,7 @@ def shown(table: FigureTable | Table, width: int) -> list[str]:
 
 @pytest.mark.parametrize("num_columns", [1, 2, 9])
 @pytest.mark.parametrize("width", [20, 40, 60, 100])
-def test_every_figure_is_there_once_beside_its_row(num_columns: int, width: int) -> None:
+def test_every_figure_is_printed_once_in_its_row(num_columns: int, width: int) -> None:
     lines = shown(made(num_columns), width)
     assert max(map(cell_len, lines)) <= width
     for row in range(3):

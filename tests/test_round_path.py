@@ -1,7 +1,7 @@
-"""The way of a token through the code: the files of src that one steady round enters, each counted once.
+"""The path of a token through the code: the files of src that one steady round enters, each counted once.
 
 `python -m pytest tests/test_round_path.py -s` prints them in the order in which they are entered. docs/architecture.md
-has them in its tables; the bounds below are lowered whenever the way becomes shorter.
+has them in its tables; the bounds below are lowered whenever the path becomes shorter.
 """
 
 import re
@@ -49,7 +49,7 @@ def files_entered(step: Callable[[], object]) -> dict[str, list[str]]:
 
 
 def steady_rounds(draft: str | None, speculation: int | bool) -> Iterator[dict[str, list[str]]]:
-    """The files of rounds in the middle of an answer; with a drafter, of those for which it guessed something."""
+    """The files of rounds in the middle of an answer; with a drafter, of those in which it drafted something."""
     llm = LLM("stdlib", draft, dtype="float32", speculation=speculation, use_tqdm_on_load=False)
     engine = llm.engine
     for sequence in llm.requests.sequences(Request.of("def read(path):\n", PARAMS)):
@@ -88,5 +88,5 @@ def test_where_the_depth_is_measured_a_round_enters_the_controllers_files_too(dr
     """Of the rounds of an answer the one with the fewest, since a draw that kernels are not certain of enters more."""
     entered = min(steady_rounds(draft, speculation=True), key=len)
     added = sorted(entered.keys() - next(steady_rounds(draft, speculation=4)).keys())
-    print(f"\n{draft}, as deep as pays: {len(entered)} files, among them {', '.join(added)}")
+    print(f"\n{draft}, depth auto: {len(entered)} files, among them {', '.join(added)}")
     assert len(entered) <= bound

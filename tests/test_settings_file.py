@@ -74,7 +74,7 @@ def test_the_command_line_wins(settings: Path) -> None:
         assert context.params["draft"] == TUNED["draft"]
 
 
-def test_hyphens_are_as_good_as_underscores_and_repeatable_options_take_a_text(tmp_path: Path) -> None:
+def test_hyphens_equal_underscores_and_a_repeatable_option_accepts_one_text(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('model = "m"\nmax-tokens = 7\nstop = "end"\n')
     with COMMANDS["generate"].make_context("generate", ["--config", str(path), "text"]) as context:
@@ -83,7 +83,7 @@ def test_hyphens_are_as_good_as_underscores_and_repeatable_options_take_a_text(t
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('modle = "x"', "there is no option 'modle': did you mean 'model'?"),
         ("qwertz = 1", "there is no option 'qwertz': the options are"),
@@ -92,10 +92,10 @@ def test_hyphens_are_as_good_as_underscores_and_repeatable_options_take_a_text(t
         ("model = ", "is not TOML"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(tmp_path: Path, content: str, said: str) -> None:
+def test_mistakes_are_one_line_and_status_2(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(content)
-    assert said in refusal("generate", "--config", str(path), "text")
+    assert message in refusal("generate", "--config", str(path), "text")
 
 
 def test_errors_have_names(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Static trees: what a shape is, how it is read from a file, what is said of what is none, and who takes it."""
+"""Static trees: what a shape is, how it is read from a file, the messages about invalid ones, and who accepts it."""
 
 import json
 import random
@@ -57,7 +57,7 @@ def test_a_shape_is_the_set_of_its_paths(paths: list[RankPath], rng: random.Rand
 
 
 @given(path_lists(), st.data())
-def test_what_lacks_a_parent_is_told_which(paths: list[RankPath], data: st.DataObject) -> None:
+def test_a_path_without_its_parent_is_refused_naming_the_parent(paths: list[RankPath], data: st.DataObject) -> None:
     inner = [path for path in paths if any(other[:-1] == path for other in paths)]
     if not inner:
         return
@@ -114,11 +114,11 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert StaticTree.load(str(tmp_path / "tree.json")) == StaticTree(SMALL)
 
 
-def test_a_wish_takes_its_numbers_from_the_tree() -> None:
+def test_a_speculation_takes_its_sizes_from_the_tree() -> None:
     tree = StaticTree(SMALL)
-    wish = Speculation(tree=tree)
-    assert (wish.depth, wish.width, wish.nodes) == (3, 2, 5)
-    assert Speculation(3, 2, 5, tree=tree) == wish
+    speculation = Speculation(tree=tree)
+    assert (speculation.depth, speculation.width, speculation.nodes) == (3, 2, 5)
+    assert Speculation(3, 2, 5, tree=tree) == speculation
     for name, value in (("depth", 2), ("width", 3), ("nodes", 4)):
         with pytest.raises(InvalidRequest, match=f"speculation.{name}: {value} is not the tree's") as caught:
             Speculation(**{name: value}, tree=tree)
@@ -139,20 +139,20 @@ def test_type_checkers_see_that_a_depth_may_be_auto_and_is_then_a_number() -> No
 
 
 def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
-    """The same tokens, so many guesses a round, and one line for what is no tree."""
+    """The same tokens, the tree's number of draft tokens per round, and one line for an invalid tree."""
     (tmp_path / "tree.json").write_text(json.dumps(SMALL))
     (tmp_path / "bad.json").write_text("[[0, 0]]")
     models = ["--model", str(TARGET), "--draft", f"model:{DATA / 'stories280k'}"]
 
-    given = ["generate", *models, "--seed", "1", "-n", "12", "--ignore-eos", "--json", "Once upon a time"]
-    with_tree = [*given, "--tree", str(tmp_path / "tree.json")]
-    drafted, chain = (json.loads(command(*words).stdout) for words in (with_tree, given))
+    arguments = ["generate", *models, "--seed", "1", "-n", "12", "--ignore-eos", "--json", "Once upon a time"]
+    with_tree = [*arguments, "--tree", str(tmp_path / "tree.json")]
+    drafted, chain = (json.loads(command(*words).stdout) for words in (with_tree, arguments))
     assert drafted["token_ids"] == chain["token_ids"]
     assert drafted["depth"] == 3
     stats = drafted["stats"]
     assert len(stats["acceptance_at_depth"]) <= 3
     assert stats["num_drafted"] > 3 * (stats["num_rounds"] - 1)  # the last rounds are cut
-    assert "add [0]" in refusal(*given, "--tree", str(tmp_path / "bad.json"))
+    assert "add [0]" in refusal(*arguments, "--tree", str(tmp_path / "bad.json"))
     assert "speculation.depth" in refusal(*with_tree, "--depth", "2")
 
 

@@ -34,7 +34,7 @@ class Pair:
 
 
 @checked_now_and_then
-def total(numbers: Sequence[int], beside: Float[Tensor, "rows columns"]) -> int:
+def total(numbers: Sequence[int], matrix: Float[Tensor, "rows columns"]) -> int:
     return sum(numbers)
 
 
@@ -95,7 +95,7 @@ def test_a_number_may_be_an_argument() -> None:
         first(FLAT[0], 4)
 
 
-def test_types_beside_shapes_are_checked_and_the_random_state_stays() -> None:
+def test_other_types_in_a_checked_signature_are_checked_and_the_random_state_stays() -> None:
     """Of a collection one item is checked, which is chosen at random."""
     before = random.getstate()
     assert total([1, 2, 3], FLAT) == 6

@@ -20,7 +20,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_and_mistakes_import_nothing_that_is_slow() -> None:
-    """One after the other in one process, which tells each one's status and what it has imported by then."""
+    """All in one process, which prints each command's status and the slow modules imported by then."""
     quick = [
         (["--version"], 0),
         (["-h"], 0),
@@ -38,27 +38,27 @@ for arguments, _ in {quick!r}:
     except SystemExit as end:
         print("ended", end.code or 0, sorted({SLOW!r} & set(sys.modules)), file=sys.stderr)
 """
-    told = [line for line in python(code).stderr.splitlines() if line.startswith("ended")]
-    assert told == [f"ended {status} []" for _, status in quick]
+    endings = [line for line in python(code).stderr.splitlines() if line.startswith("ended")]
+    assert endings == [f"ended {status} []" for _, status in quick]
 
 
 @pytest.mark.parametrize(
-    ("said", "found"), [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+    ("environment", "spin_count"), [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_wait_briefly_unless_the_user_says_how(
-    said: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+def test_threads_wait_briefly_unless_the_environment_sets_it(
+    environment: dict[str, str], spin_count: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch finds it when it is imported."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-    for name, value in said.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     seen: list[str | None] = []
     monkeypatch.setattr("forerun.cli.main", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
     main()
-    assert seen == [found]
+    assert seen == [spin_count]
 
 
 def test_public_names_are_imported_when_they_are_used() -> None:

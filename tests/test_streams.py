@@ -50,16 +50,16 @@ class Memory(io.TextIOWrapper):
 def test_a_stream_that_cannot_be_written_ends_the_program(
     where: str, code: int, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Memory()
-    monkeypatch.setattr(sys, "stdout", told)
-    monkeypatch.setattr(sys, "stderr", told)
+    stream = Memory()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, where, Memory(code))
     guard_streams()
     with pytest.raises(SystemExit) as end:
         print("text", file=getattr(sys, where))
     assert end.value.code == status
     lines = 1 if where == "stdout" and status == MISTAKE else 0
-    assert told.text.count("\n") == lines
+    assert stream.text.count("\n") == lines
     print("more", file=getattr(sys, where), flush=True)  # goes nowhere, and does not fail again
 
 

@@ -1,6 +1,7 @@
-"""A trace tells the truth: every number against other code, every verdict against its rule, every token against plain.
+"""A trace is true: numbers agree with other code, verdicts with their rule, and tokens with plain decoding.
 
-p and q are compared with transformers' forward on each guess's path; chances are worked out anew from those laws.
+p and q are compared with transformers' forward pass on each draft token's path; acceptance probabilities are
+computed again from those distributions.
 """
 
 from collections.abc import Sequence
@@ -32,15 +33,15 @@ from kit.tracing import CASES, CHAIN, MODEL, PROMPT, TOP_K, TREE, Case, cases, l
 
 
 @cache
-def theirs(folder: Path) -> torch.nn.Module:
+def transformers_model(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @cache
 def law(folder: Path, tokens: tuple[int, ...], temperature: float) -> np.ndarray:
-    """The next token's law by transformers, under this file's sampling parameters."""
+    """The next token's distribution by transformers, under this file's sampling parameters."""
     with torch.no_grad():
-        logits = theirs(folder)(torch.tensor([tokens])).logits[0, -1].double().numpy()
+        logits = transformers_model(folder)(torch.tensor([tokens])).logits[0, -1].double().numpy()
     if temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
     scaled = logits / temperature
@@ -49,38 +50,42 @@ def law(folder: Path, tokens: tuple[int, ...], temperature: float) -> np.ndarray
     return weights / weights.sum()
 
 
-def with_texts(told: Trace) -> list[tuple[TracedRound, tuple[int, ...]]]:
+def with_texts(traced: Trace) -> list[tuple[TracedRound, tuple[int, ...]]]:
     """Every round, and the token ids before it."""
-    said = accumulate((tuple(e.token_id for e in r.emitted) for r in told.rounds), initial=tuple(told.prompt_token_ids))
-    return list(zip(told.rounds, said, strict=False))
+    texts_before = accumulate(
+        (tuple(e.token_id for e in r.emitted) for r in traced.rounds), initial=tuple(traced.prompt_token_ids)
+    )
+    return list(zip(traced.rounds, texts_before, strict=False))
 
 
 def path(round_: TracedRound, node: int) -> tuple[int, ...]:
     """The tokens from below the root down to a node."""
     if node == 0:
         return ()
-    guess = round_.guesses[node - 1]
-    return (*path(round_, guess.parent), guess.token_id)
+    draft_token = round_.guesses[node - 1]
+    return (*path(round_, draft_token.parent), draft_token.token_id)
 
 
 def accepted_path(round_: TracedRound) -> list[int]:
     """The accepted nodes from the root on."""
-    return [0, *(guess.node for guess in round_.guesses if guess.verdict == "accepted")]
+    return [0, *(draft_token.node for draft_token in round_.guesses if draft_token.verdict == "accepted")]
 
 
 @pytest.mark.short("model-coupled-3x2-0.8", "ngram-token-4x1-0.4")
 @cases
-def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
+def test_p_and_q_are_the_models_probabilities_along_the_path(case: Case) -> None:
     temperature, judged = case[3], 0
-    for told in traces(case):
-        for round_, before in with_texts(told):
-            for guess in round_.guesses:
-                above = before + path(round_, guess.parent)
-                assert guess.p == pytest.approx(law(TARGET, above, temperature)[guess.token_id], abs=1e-4)
+    for traced in traces(case):
+        for round_, before in with_texts(traced):
+            for draft_token in round_.guesses:
+                above = before + path(round_, draft_token.parent)
+                assert draft_token.p == pytest.approx(law(TARGET, above, temperature)[draft_token.token_id], abs=1e-4)
                 if case[0] == MODEL:
-                    assert guess.q == pytest.approx(law(SMALL, above, temperature)[guess.token_id], abs=1e-4)
+                    assert draft_token.q == pytest.approx(
+                        law(SMALL, above, temperature)[draft_token.token_id], abs=1e-4
+                    )
                 else:
-                    assert guess.q is None
+                    assert draft_token.q is None
                 judged += 1
             for node, emitted in zip(accepted_path(round_), round_.emitted, strict=False):
                 above = before + path(round_, node)
@@ -92,25 +97,25 @@ def test_p_and_q_are_what_the_models_say_along_the_path(case: Case) -> None:
 @cases
 def test_verdicts_follow_from_the_numbers_by_their_rule(case: Case) -> None:
     rules = {"token": by_coin, "block": by_block, "follow": by_match}
-    for told in traces(case):
-        assert [r.number for r in told.rounds] == list(range(1, len(told.rounds) + 1))
-        for round_, before in with_texts(told):
+    for traced in traces(case):
+        assert [r.number for r in traced.rounds] == list(range(1, len(traced.rounds) + 1))
+        for round_, before in with_texts(traced):
             assert round_.rule == expected_rule(case, round_)
             assert accepted_path(round_) == rules[round_.rule](round_, before, case[3])
-            check_fates(round_)
+            check_verdicts(round_)
 
 
 def expected_rule(case: Case, round_: TracedRound) -> str:
-    """Guesses without a law are matched in every mode; a tree is not judged as a block."""
-    draft, verification, wish, temperature = case
-    chosen = temperature == 0 and wish.width == 1  # a greedy chain is chosen, not drawn: it declares no law
+    """Draft tokens without a declared distribution are matched in every mode; a tree is not verified as a block."""
+    draft, verification, speculation, temperature = case
+    chosen = temperature == 0 and speculation.width == 1  # a greedy chain is not sampled: it declares no distribution
     if verification == "coupled" or draft != MODEL or not round_.guesses or chosen:
         return "follow"
-    return "token" if wish.width > 1 else verification
+    return "token" if speculation.width > 1 else verification
 
 
 def by_match(round_: TracedRound, before: tuple[int, ...], temperature: float) -> list[int]:
-    """Down from the root along the guesses that are the target's draws."""
+    """Down from the root along the draft tokens that are the target's draws."""
     kept, going = [0], True
     while going:
         below = [g for g in round_.children(kept[-1]) if g.token_id == g.drawn_id]
@@ -121,17 +126,17 @@ def by_match(round_: TracedRound, before: tuple[int, ...], temperature: float) -
 
 
 def by_coin(round_: TracedRound, before: tuple[int, ...], temperature: float) -> list[int]:
-    """Down from the root; siblings in turn, each against what its rejected elders have left of p and q."""
+    """Down from the root; siblings in turn, each against what the siblings rejected before it have left of p and q."""
     kept = [0]
     while True:
         above = before + path(round_, kept[-1])
         p, q = law(TARGET, above, temperature).copy(), law(SMALL, above, temperature).copy()
-        for guess in round_.children(kept[-1]):
-            assert guess.coin is not None
-            x = guess.token_id
-            assert guess.chance == pytest.approx(min(1, p[x] / q[x]), abs=2e-3)
-            if guess.coin * q[x] < p[x]:
-                kept.append(guess.node)
+        for draft_token in round_.children(kept[-1]):
+            assert draft_token.coin is not None
+            x = draft_token.token_id
+            assert draft_token.chance == pytest.approx(min(1, p[x] / q[x]), abs=2e-3)
+            if draft_token.coin * q[x] < p[x]:
+                kept.append(draft_token.node)
                 break
             p = np.maximum(p - q, 0)
             p, q[x] = p / p.sum(), 0
@@ -141,78 +146,86 @@ def by_coin(round_: TracedRound, before: tuple[int, ...], temperature: float) ->
 
 
 def by_block(round_: TracedRound, before: tuple[int, ...], temperature: float) -> list[int]:
-    """The deepest guess whose coin is at most h, with all before it (2403.10444, algorithm 2)."""
+    """The deepest draft token whose coin is at most h, with all before it (2403.10444, algorithm 2)."""
     w, deepest = 1.0, 0
-    for guess in round_.guesses:
-        above, x = before + path(round_, guess.parent), guess.token_id
+    for draft_token in round_.guesses:
+        above, x = before + path(round_, draft_token.parent), draft_token.token_id
         w = min(1.0, w * law(TARGET, above, temperature)[x] / law(SMALL, above, temperature)[x])
         behind = (*above, x)
         rest = np.maximum(w * law(TARGET, behind, temperature) - law(SMALL, behind, temperature), 0).sum()
-        h = w if guess.node == len(round_.guesses) else 1.0 if rest + 1 - w <= 0 else rest / (rest + 1 - w)
-        assert guess.chance == pytest.approx(h, abs=2e-3)
-        assert guess.coin is not None
-        deepest = guess.node if guess.coin <= h else deepest
+        h = w if draft_token.node == len(round_.guesses) else 1.0 if rest + 1 - w <= 0 else rest / (rest + 1 - w)
+        assert draft_token.chance == pytest.approx(h, abs=2e-3)
+        assert draft_token.coin is not None
+        deepest = draft_token.node if draft_token.coin <= h else deepest
     return list(range(deepest + 1))
 
 
 def test_the_cases_hold_every_kind_of_verdict_and_token() -> None:
-    rounds = [(round_.rule, round_) for case in CASES for told in traces(case) for round_ in told.rounds]
-    fates = {(rule, guess.verdict) for rule, round_ in rounds for guess in round_.guesses}
-    assert fates >= {(rule, fate) for rule in ("follow", "token") for fate in ("accepted", "rejected", "not judged")}
-    assert fates >= {("block", "accepted"), ("block", "rejected")}
-    assert any("saved later" in guess.reason for _, round_ in rounds for guess in round_.guesses)
+    rounds = [(round_.rule, round_) for case in CASES for traced in traces(case) for round_ in traced.rounds]
+    verdicts = {(rule, draft_token.verdict) for rule, round_ in rounds for draft_token in round_.guesses}
+    assert verdicts >= {
+        (rule, verdict) for rule in ("follow", "token") for verdict in ("accepted", "rejected", "not judged")
+    }
+    assert verdicts >= {("block", "accepted"), ("block", "rejected")}
+    assert any("saved later" in draft_token.reason for _, round_ in rounds for draft_token in round_.guesses)
     assert {token.origin for _, round_ in rounds for token in round_.emitted} == set(Origin)
 
 
-def check_fates(round_: TracedRound) -> None:
-    """A guess is judged where its turn came; the reason names what decided."""
+def check_verdicts(round_: TracedRound) -> None:
+    """A draft token has a verdict where its turn came; the reason names what decided."""
     kept = accepted_path(round_)
-    for guess in round_.guesses:
-        elder = any(g.node in kept and g.node < guess.node for g in round_.children(guess.parent))
-        if guess.node in kept:
+    for draft_token in round_.guesses:
+        sibling_accepted_before = any(
+            g.node in kept and g.node < draft_token.node for g in round_.children(draft_token.parent)
+        )
+        if draft_token.node in kept:
             continue
-        in_turn = round_.rule == "block" or (guess.parent in kept and not (round_.rule == "token" and elder))
-        assert guess.verdict == ("rejected" if in_turn else "not judged")
+        in_turn = round_.rule == "block" or (
+            draft_token.parent in kept and not (round_.rule == "token" and sibling_accepted_before)
+        )
+        assert draft_token.verdict == ("rejected" if in_turn else "not judged")
         if not in_turn:
-            above = round_.guesses[guess.parent - 1].reason if guess.parent not in kept else ""
+            above = round_.guesses[draft_token.parent - 1].reason if draft_token.parent not in kept else ""
             behind = "after a rejected token" if "not verified" not in above else above.removeprefix("not verified: ")
             behind = "on another branch" if behind == "another was accepted" else behind
-            assert guess.reason == "not verified: " + (behind if guess.parent not in kept else "another was accepted")
-    for guess in round_.guesses:
-        if guess.verdict != "not judged":
-            decided = guess.coin if round_.rule != "follow" else None
-            assert ("the target sampled" if decided is None else f"coin {decided:.3f}") in guess.reason
+            assert draft_token.reason == "not verified: " + (
+                behind if draft_token.parent not in kept else "another was accepted"
+            )
+    for draft_token in round_.guesses:
+        if draft_token.verdict != "not judged":
+            decided = draft_token.coin if round_.rule != "follow" else None
+            assert ("the target sampled" if decided is None else f"coin {decided:.3f}") in draft_token.reason
 
 
 @pytest.mark.short("model-coupled-4x1-1.0", "model-token-4x1-0.0")
 @cases
-def test_emitted_tokens_are_the_answer_and_where_promised_plain_decodings(case: Case) -> None:
-    draft, verification, wish, temperature = case
-    for told in traces(case):
-        params = params_with(temperature, told.seed)
-        answer = llm_of(draft, verification).generate(PROMPT, params, speculation=wish)[0].outputs[0]
-        emitted = [token for round_ in told.rounds for token in round_.emitted]
-        assert [token.token_id for token in emitted] == list(told.token_ids) == list(answer.token_ids)
+def test_the_emitted_tokens_are_the_answer_and_those_of_plain_decoding_where_promised(case: Case) -> None:
+    draft, verification, speculation, temperature = case
+    for traced in traces(case):
+        params = params_with(temperature, traced.seed)
+        answer = llm_of(draft, verification).generate(PROMPT, params, speculation=speculation)[0].outputs[0]
+        emitted = [token for round_ in traced.rounds for token in round_.emitted]
+        assert [token.token_id for token in emitted] == list(traced.token_ids) == list(answer.token_ids)
         assert [token.origin for token in emitted] == list(answer.origins)
-        assert told.text == told.rounds[-1].text == answer.text
-        assert "".join(s.text for round_ in told.rounds for s in round_.segments) == answer.text
-        assert told.finish_reason == answer.finish_reason == "length"
+        assert traced.text == traced.rounds[-1].text == answer.text
+        assert "".join(s.text for round_ in traced.rounds for s in round_.segments) == answer.text
+        assert traced.finish_reason == answer.finish_reason == "length"
         if verification == "coupled" or temperature == 0:
-            assert told.same_as_plain is True
+            assert traced.same_as_plain is True
             assert answer.token_ids == llm_of(None).generate(PROMPT, params)[0].outputs[0].token_ids
         else:
-            assert told.same_as_plain is None
-        for round_, before in with_texts(told):
+            assert traced.same_as_plain is None
+        for round_, before in with_texts(traced):
             following = round_.emitted[-1]
             if round_.rule == "follow" and following.origin is Origin.RECOVERED:
                 stop = [0, *(g.node for g in round_.guesses if g.verdict == "accepted")][-1]
                 assert {g.drawn_id for g in round_.children(stop)} == {following.token_id}
-            assert len(before) == len(told.prompt_token_ids) + sum(
-                len(r.emitted) for r in told.rounds[: round_.number - 1]
+            assert len(before) == len(traced.prompt_token_ids) + sum(
+                len(r.emitted) for r in traced.rounds[: round_.number - 1]
             )
 
 
-def test_a_difference_from_plain_decoding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_from_plain_decoding_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(TARGET), MODEL, dtype="float32", max_num_seqs=1)
     honest = llm.generate
 
@@ -223,7 +236,7 @@ def test_a_difference_from_plain_decoding_is_noticed(monkeypatch: pytest.MonkeyP
     assert trace(llm, PROMPT, params_with(1.0, 3)).same_as_plain is False
 
 
-def test_watching_leaves_nothing_behind_and_the_llm_as_it_was() -> None:
+def test_tracing_leaves_the_llm_as_it_was() -> None:
     llm = llm_of(MODEL)
     engine, before = llm.engine, llm.generate(PROMPT, params_with(1.0, 9), speculation=CHAIN)[0]
     trace(llm, PROMPT, params_with(1.0, 9), CHAIN)
@@ -235,7 +248,7 @@ def test_watching_leaves_nothing_behind_and_the_llm_as_it_was() -> None:
     assert llm.generate(PROMPT, params_with(1.0, 9), speculation=CHAIN)[0] == before
 
 
-def test_a_text_that_ends_within_an_accepted_run_ends_there() -> None:
+def test_a_stop_token_within_an_accepted_run_ends_the_trace_there() -> None:
     llm = llm_of(MODEL)
     params = params_with(0.0, 0, max_tokens=40)
     free = trace(llm, PROMPT, params, CHAIN)
@@ -246,7 +259,7 @@ def test_a_text_that_ends_within_an_accepted_run_ends_there() -> None:
             break
         seen |= {token.token_id for token in round_.emitted}
     else:
-        pytest.fail("no round accepts two guesses of which the first is new")
+        pytest.fail("no round accepts two draft tokens of which the first is new")
     cut = trace(llm, PROMPT, replace(params, stop_token_ids=(first,)), CHAIN)
     assert cut.finish_reason == "stop"
     assert cut.same_as_plain is True
@@ -255,46 +268,50 @@ def test_a_text_that_ends_within_an_accepted_run_ends_there() -> None:
     assert cut.rounds[:-1] == free.rounds[: len(cut.rounds) - 1]
 
 
-@pytest.mark.parametrize("wish", [CHAIN, TREE])
-def test_the_end_token_is_told_and_not_part_of_the_text(wish: Speculation) -> None:
+@pytest.mark.parametrize("speculation", [CHAIN, TREE])
+def test_the_end_token_is_in_the_trace_and_not_in_the_text(speculation: Speculation) -> None:
     llm = llm_of(MODEL)
     end = llm.requests.eos_ids[0]
-    told = trace(llm, PROMPT, SamplingParams(temperature=1.0, seed=4, max_tokens=60, logit_bias={end: 20.0}), wish)
-    assert told.finish_reason == "stop"
-    assert told.same_as_plain is True
-    assert told.rounds[-1].emitted[-1].token_id == end
-    assert told.rounds[-1].emitted[-1].text == llm.tokenizer.surface(end)
-    assert llm.tokenizer.surface(end) not in told.text
+    traced = trace(
+        llm, PROMPT, SamplingParams(temperature=1.0, seed=4, max_tokens=60, logit_bias={end: 20.0}), speculation
+    )
+    assert traced.finish_reason == "stop"
+    assert traced.same_as_plain is True
+    assert traced.rounds[-1].emitted[-1].token_id == end
+    assert traced.rounds[-1].emitted[-1].text == llm.tokenizer.surface(end)
+    assert llm.tokenizer.surface(end) not in traced.text
 
 
 @pytest.mark.parametrize("prompt", ["Once", [1], PROMPT * 4])
-def test_prompts_of_any_length_are_read_before_anything_is_guessed(prompt: str | Sequence[int]) -> None:
+def test_prompts_of_any_length_are_read_before_anything_is_drafted(prompt: str | Sequence[int]) -> None:
     llm = LLM(str(TARGET), MODEL, dtype="float32", max_num_seqs=1, chunk_tokens=16)
-    told = trace(llm, prompt, params_with(1.0, 5), CHAIN)
-    first, *others = told.rounds
-    assert first.num_prompt_tokens == (len(told.prompt_token_ids) - 1) % 16
+    traced = trace(llm, prompt, params_with(1.0, 5), CHAIN)
+    first, *others = traced.rounds
+    assert first.num_prompt_tokens == (len(traced.prompt_token_ids) - 1) % 16
     assert all(round_.num_prompt_tokens == 0 for round_ in others)
     if first.num_prompt_tokens:
         assert not first.guesses
     assert any(round_.guesses for round_ in others)
-    assert told.same_as_plain is True
+    assert traced.same_as_plain is True
 
 
-@pytest.mark.parametrize("wish", [CHAIN, TREE])
-def test_every_transform_is_in_p_along_the_path_to_the_bit(wish: Speculation) -> None:
+@pytest.mark.parametrize("speculation", [CHAIN, TREE])
+def test_p_includes_every_logits_transform_to_the_bit(speculation: Speculation) -> None:
     banned = 400
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_p": 0.02}
     params = params_with(0.9, 6, banned_tokens=(banned,), max_tokens=24, **penalties)
-    drafted, plain = (trace(llm_of(draft), PROMPT, params, wish) for draft in (MODEL, None))
-    told = [[(token.token_id, token.p) for r in t.rounds for token in r.emitted] for t in (drafted, plain)]
-    assert told[0] == told[1]
+    drafted, plain = (trace(llm_of(draft), PROMPT, params, speculation) for draft in (MODEL, None))
+    traced = [[(token.token_id, token.p) for r in t.rounds for token in r.emitted] for t in (drafted, plain)]
+    assert traced[0] == traced[1]
     assert sum(round_.num_accepted for round_ in drafted.rounds) > 4
-    assert all(guess.token_id != banned for round_ in drafted.rounds for guess in round_.guesses)
-    assert all(guess.q is not None and guess.q > 0 for round_ in drafted.rounds for guess in round_.guesses)
+    assert all(draft_token.token_id != banned for round_ in drafted.rounds for draft_token in round_.guesses)
+    assert all(
+        draft_token.q is not None and draft_token.q > 0 for round_ in drafted.rounds for draft_token in round_.guesses
+    )
 
 
 class Declaring(Stateless):
-    """Guesses single tokens from a law of its own, the same one always, and declares it with the tree."""
+    """Drafts single tokens from one fixed distribution and declares it with the tree."""
 
     ids, probs = (300, 310, 320), (0.5, 0.3, 0.2)
 
@@ -304,22 +321,24 @@ class Declaring(Stateless):
         return Draft(DraftTree.chains(draws.roots_tokens, torch.tensor([[self.ids[place]]]), law_of_it))
 
 
-def test_a_law_that_comes_with_the_tree_is_the_q_that_is_told() -> None:
+def test_a_distribution_declared_with_the_tree_is_the_q_of_the_trace() -> None:
     llm = LLM(str(TARGET), Declaring(), dtype="float32", verification="token", max_num_seqs=1)
-    told = trace(llm, PROMPT, params_with(1.0, 7), Speculation(1))
-    guesses = [guess for round_ in told.rounds for guess in round_.guesses]
-    assert len({guess.token_id for guess in guesses}) == 3
-    for guess in guesses:
-        assert guess.q == pytest.approx(dict(zip(Declaring.ids, Declaring.probs, strict=True))[guess.token_id])
-        assert guess.chance == pytest.approx(min(1, guess.p / guess.q), rel=1e-4)
+    traced = trace(llm, PROMPT, params_with(1.0, 7), Speculation(1))
+    draft_tokens = [draft_token for round_ in traced.rounds for draft_token in round_.guesses]
+    assert len({draft_token.token_id for draft_token in draft_tokens}) == 3
+    for draft_token in draft_tokens:
+        assert draft_token.q == pytest.approx(
+            dict(zip(Declaring.ids, Declaring.probs, strict=True))[draft_token.token_id]
+        )
+        assert draft_token.chance == pytest.approx(min(1, draft_token.p / draft_token.q), rel=1e-4)
 
 
-def test_a_trace_is_of_one_answer() -> None:
+def test_a_trace_of_several_answers_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="n: 2 must be 1"):
         trace(llm_of(None), PROMPT, params_with(1.0, 0, n=2))
 
 
-def test_an_error_of_the_requests_own_code_is_raised() -> None:
+def test_an_error_of_the_requests_logits_processor_is_raised() -> None:
     def broken(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         raise KeyError("mine")
 
@@ -328,15 +347,15 @@ def test_an_error_of_the_requests_own_code_is_raised() -> None:
     assert not llm_of(MODEL).engine.sequences
 
 
-def test_what_the_controller_chose_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controllers_choice_is_in_the_trace_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """For every round whose depth is chosen, and for none whose depth is given."""
     monkeypatch.setattr(calibration, "LIMIT_S", 1e6)
     llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", max_num_seqs=1)
     params = SamplingParams(temperature=0, seed=1, max_tokens=24)
-    told, fixed = trace(llm, PROMPT, params, Speculation()), trace(llm, PROMPT, params, Speculation(4))
-    assert told.token_ids == fixed.token_ids
+    traced, fixed = trace(llm, PROMPT, params, Speculation()), trace(llm, PROMPT, params, Speculation(4))
+    assert traced.token_ids == fixed.token_ids
     assert {round_.choice for round_ in fixed.rounds} == {""}
-    for round_ in told.rounds:
-        depth = max((guess.depth for guess in round_.guesses), default=0)
+    for round_ in traced.rounds:
+        depth = max((draft_token.depth for draft_token in round_.guesses), default=0)
         assert "a plain round takes" in round_.choice
         assert round_.choice.startswith(f"depth {depth}" if depth else "plain")

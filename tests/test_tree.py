@@ -19,8 +19,8 @@ def trees(draw: st.DrawFn) -> DraftTree:
     tokens, parents = [], []
     for row in rows:
         token, parent = [draw(st.integers(0, VOCAB - 1))], [-1]
-        for node, wish in enumerate(row, start=1):
-            above = wish % node if wish >= 0 else -1
+        for node, choice in enumerate(row, start=1):
+            above = choice % node if choice >= 0 else -1
             free = [t for t in range(VOCAB) if (above, t) not in zip(parent, token, strict=True)]
             alive = above >= 0 and token[above] >= 0 and free
             token.append(draw(st.sampled_from(free)) if alive else -1)
@@ -59,10 +59,10 @@ def test_depths_paths_and_children_agree_with_walking_by_hand(tree: DraftTree) -
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(-1, 5), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_chains_end_at_the_first_missing_guess(guesses: list[list[int]]) -> None:
-    roots = torch.arange(len(guesses))
-    tree = DraftTree.chains(roots, torch.tensor(guesses))
-    for b, row in enumerate(guesses):
+def test_chains_end_at_the_first_missing_draft_token(draft_tokens: list[list[int]]) -> None:
+    roots = torch.arange(len(draft_tokens))
+    tree = DraftTree.chains(roots, torch.tensor(draft_tokens))
+    for b, row in enumerate(draft_tokens):
         length = row.index(-1) if -1 in row else 3
         assert tree.tokens[b].tolist() == [b, *row[:length]] + [-1] * (3 - length)
         assert tree.parents[b].tolist() == [-1, *range(length)] + [-1] * (3 - length)
@@ -71,7 +71,7 @@ def test_chains_end_at_the_first_missing_guess(guesses: list[list[int]]) -> None
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=4))
 def test_chains_of_texts_are_chains(texts: list[list[int]]) -> None:
-    """What tensors of roots and padded guesses would give."""
+    """As from tensors of roots and padded draft tokens."""
     deepest = max(map(len, texts), default=1) - 1
     roots = torch.tensor([text[0] for text in texts], dtype=torch.long)
     padded = [[*text[1:], *[-1] * (deepest + 1 - len(text))] for text in texts]
@@ -82,7 +82,7 @@ def test_chains_of_texts_are_chains(texts: list[list[int]]) -> None:
     assert (tree.depth, tree.width) == (expected.depth, expected.width)
 
 
-def test_a_bare_tree_and_chains_of_no_guesses_are_roots() -> None:
+def test_a_bare_tree_and_chains_of_no_draft_tokens_are_roots() -> None:
     roots = torch.tensor([4, 2])
     for tree in (DraftTree.bare(roots), DraftTree.chains(roots, torch.empty(2, 0, dtype=torch.int64))):
         assert tree.tokens.tolist() == [[4], [2]]
@@ -92,14 +92,14 @@ def test_a_bare_tree_and_chains_of_no_guesses_are_roots() -> None:
         assert tree.children().tolist() == [[[-1]], [[-1]]]
 
 
-def test_a_sparse_law_is_spread_over_the_vocabulary() -> None:
+def test_a_sparse_distribution_is_spread_over_the_vocabulary() -> None:
     law = DraftLaw(torch.tensor([[0]]), torch.tensor([[0.25, 0.75]]), ids=torch.tensor([[4, 1]]))
     assert law.dense(6).tolist() == [[0.0, 0.75, 0.0, 0.0, 0.25, 0.0]]
     whole = DraftLaw(torch.tensor([[0]]), torch.tensor([[0.25, 0.75]]))
     assert whole.dense(2) is whole.probs
 
 
-def test_a_tree_without_its_law_keeps_its_guesses() -> None:
+def test_a_tree_without_its_distribution_keeps_its_tokens() -> None:
     tree = DraftTree.chains(
         torch.tensor([1]), torch.tensor([[2]]), q=DraftLaw(torch.tensor([[0, -1]]), torch.ones(1, 1))
     )
@@ -109,7 +109,7 @@ def test_a_tree_without_its_law_keeps_its_guesses() -> None:
     assert tree.q is not None
 
 
-def test_what_the_host_saw_of_a_tree_is_not_believed_of_a_pruned_one() -> None:
+def test_host_copies_of_a_tree_are_not_reused_for_a_pruned_one() -> None:
     tree = DraftTree.of_texts([[1, 2, 3]]).to(torch.device("cpu"))
     pruned = replace(tree, tokens=torch.tensor([[1, 2, -1]]), parents=torch.tensor([[-1, 0, -1]])).without_law()
     assert pruned.host() == [HostTree([1, 2], [-1, 0])]
@@ -117,7 +117,7 @@ def test_what_the_host_saw_of_a_tree_is_not_believed_of_a_pruned_one() -> None:
     assert unseen.known == [HostTree.unseen(2)]
 
 
-def test_some_of_the_trees_keep_their_laws() -> None:
+def test_a_selection_of_trees_keeps_their_distributions() -> None:
     tokens = torch.tensor([[7, 11, 12], [9, 21, -1], [5, 6, 7]])
     parents = torch.tensor([[-1, 0, 1], [-1, 0, -1], [-1, 0, 1]])
     law = DraftLaw(torch.tensor([[0, 1, -1], [2, -1, -1], [3, 4, -1]]), torch.eye(5))
