@@ -1,4 +1,4 @@
-"""An engine that never was: rounds of which all is known beforehand."""
+"""Synthetic rounds whose every number is known beforehand."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ GROUP = Group("code", 1, 0.0)
 def timed(
     rows: Sequence[RowOutcome], prompt: int, draft_s: float, pass_s: float, inner_s: float, rest_s: float
 ) -> TimedRound:
-    """A round; each of its sequences says so many times its own number."""
+    """A round; the token ids of a sequence are all its own number."""
     deltas = [Delta(0, 0, r.seq_id, (r.seq_id,) * r.num_emitted, (), (), (), None, None) for r in rows]
     return TimedRound(deltas, Outcome(rows, prompt, draft_s, pass_s, inner_s), draft_s + pass_s + rest_s)
 

@@ -34,7 +34,7 @@ def files(tmp_path: Path) -> Path:
     """A folder with prompts, and with recorded answers to them."""
     (tmp_path / "tales.txt").write_text("\n".join(STORIES) + "\n")
     entries = [{"prompt": story, "answer": f" {story}. {story}, {story}"} for story in STORIES]
-    (tmp_path / "told.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (tmp_path / "recorded.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return tmp_path
 
 
@@ -60,14 +60,14 @@ def test_one_line_of_json_has_every_cell(run: Callable[..., Result], files: Path
     result = run("--prompts", str(files / "tales.txt"), "--batch", "1,3", "--temperature", "0,0.8", "--json")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("\n") == 1
-    told = json.loads(result.stdout)
-    assert {"forerun", "models", "settings", "machine", "workloads", "bandwidth_bytes_per_s"} <= set(told)
-    cells = {(c["workload"], c["batch"], c["temperature"], c["depth"]): c for c in told["cells"]}
+    report = json.loads(result.stdout)
+    assert {"forerun", "models", "settings", "machine", "workloads", "bandwidth_bytes_per_s"} <= set(report)
+    cells = {(c["workload"], c["batch"], c["temperature"], c["depth"]): c for c in report["cells"]}
     assert set(cells) == {("tales", b, t, d) for b in (1, 3) for t in (0.0, 0.8) for d in (0, 2, 3)}
-    assert len(told["cells"]) == len(cells)
-    assert all(math.isfinite(number) for number in numbers_of(told))
-    assert told["same_tokens"]
-    for cell in told["cells"]:
+    assert len(report["cells"]) == len(cells)
+    assert all(math.isfinite(number) for number in numbers_of(report))
+    assert report["same_tokens"]
+    for cell in report["cells"]:
         assert cell["tokens_per_s"]["low"] <= cell["tokens_per_s"]["median"] <= cell["tokens_per_s"]["high"]
         assert cell["engine_s"]["median"] > 0
         if cell["depth"]:
@@ -77,38 +77,38 @@ def test_one_line_of_json_has_every_cell(run: Callable[..., Result], files: Path
         else:
             assert cell["speed_up"]["median"] == cell["pass_ratio"]["median"] == cell["tokens_per_round"] == 1
             assert cell["acceptance_rate"] is None
-    for group in told["groups"]:
+    for group in report["groups"]:
         assert group["same_tokens"]
         assert 0 < group["distinct_8grams"] <= 1
         assert group["memory_limit_share"] == pytest.approx(
-            told["weights_bytes_per_pass"] / 1e9 / group["plain_pass_s"]
+            report["weights_bytes_per_pass"] / 1e9 / group["plain_pass_s"]
         )
 
 
-def test_a_replay_runs_once_whatever_the_temperatures(run: Callable[..., Result], files: Path) -> None:
+def test_a_replay_runs_at_one_temperature_only(run: Callable[..., Result], files: Path) -> None:
     goal = files / "out.json"
-    result = run("--replay", str(files / "told.jsonl"), "--draft", "ngram", "--output", str(goal))
+    result = run("--replay", str(files / "recorded.jsonl"), "--draft", "ngram", "--output", str(goal))
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    told = json.loads(goal.read_text())
-    assert [c["temperature"] for c in told["cells"]] == [0.0] * 3
-    assert told["cells"][-1]["tokens_per_round"] > 1.5  # it repeats itself
-    assert "told, batch 1, temperature 0" in result.stdout
+    report = json.loads(goal.read_text())
+    assert [c["temperature"] for c in report["cells"]] == [0.0] * 3
+    assert report["cells"][-1]["tokens_per_round"] > 1.5  # its texts repeat themselves
+    assert "recorded, batch 1, temperature 0" in result.stdout
 
 
 def test_a_tree_is_cut_to_each_depth_and_no_deeper_than_itself(run: Callable[..., Result], files: Path) -> None:
     for paths, depths in (("[[0], [1], [0, 0], [0, 0, 0]]", {0, 2, 3}), ("[[0], [1], [2], [1, 0]]", {0, 2})):
         (files / "tree.json").write_text(paths)
-        where = ["--prompts", str(files / "tales.txt"), "--output", str(files / "told.json")]
+        where = ["--prompts", str(files / "tales.txt"), "--output", str(files / "report.json")]
         result = run(*where, "--temperature", "1", "--tree", str(files / "tree.json"))
         assert result.exit_code == 0, result.output
-        told = json.loads((files / "told.json").read_text())
-        assert told["same_tokens"]
-        assert {cell["depth"] for cell in told["cells"]} == depths
-        assert told["settings"]["tree"]["paths"] == json.loads(paths)
-        for cell in told["cells"][1:]:
-            guesses = sum(len(path) <= cell["depth"] for path in json.loads(paths))
-            assert cell["tokens_per_round"] == pytest.approx(1 + cell["acceptance_rate"] * guesses, rel=0.2)
+        report = json.loads((files / "report.json").read_text())
+        assert report["same_tokens"]
+        assert {cell["depth"] for cell in report["cells"]} == depths
+        assert report["settings"]["tree"]["paths"] == json.loads(paths)
+        for cell in report["cells"][1:]:
+            num_drafted = sum(len(path) <= cell["depth"] for path in json.loads(paths))
+            assert cell["tokens_per_round"] == pytest.approx(1 + cell["acceptance_rate"] * num_drafted, rel=0.2)
             assert cell["pass_ratio"] is not None, "rounds that were drafted in full"
         assert "one shape" in result.stdout
     (files / "tree.json").write_text("[[0, 1]]")
@@ -124,19 +124,19 @@ def test_a_token_that_is_not_the_recorded_one_fails_the_command(
         return real(self, row, position) ^ (position == 15)
 
     monkeypatch.setattr(Recorded, "recorded_token", wrong)
-    result = run("--replay", str(files / "told.jsonl"), "--output", str(files / "told.json"))
+    result = run("--replay", str(files / "recorded.jsonl"), "--output", str(files / "report.json"))
     assert result.exit_code == 1
-    told = json.loads((files / "told.json").read_text())
-    assert not told["same_tokens"]
-    (group,) = told["groups"]
-    assert {d["prompt"] for d in group["differences"]} == {f"{files}/told.jsonl:{i}" for i in (1, 2)}
+    report = json.loads((files / "report.json").read_text())
+    assert not report["same_tokens"]
+    (group,) = report["groups"]
+    assert {d["prompt"] for d in group["differences"]} == {f"{files}/recorded.jsonl:{i}" for i in (1, 2)}
     assert len(group["differences"]) == 2 * 3 * 2  # prompts, depths, repetitions
     assert "same tokens: NO" in result.stdout
     assert "FAULT" in result.stdout
-    assert f"{files}/told.jsonl:" in "".join(result.stdout.split())
+    assert f"{files}/recorded.jsonl:" in "".join(result.stdout.split())
 
 
-def test_interrupted_it_says_how_to_go_on_and_does(
+def test_an_interrupted_benchmark_says_how_to_continue_and_continues(
     run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, made = BenchSetup.run, []
@@ -176,7 +176,7 @@ def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--batch", "1,x"], "batch: '1,x' must be numbers"),
         (["--batch", "0"], "batch: 0 must be"),
@@ -190,12 +190,12 @@ def test_a_state_of_other_settings_is_refused(run: Callable[..., Result], files:
         (["--temperature", "-1"], "temperature"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(files: Path, arguments: list[str], said: str) -> None:
+def test_mistakes_are_one_line_and_status_2(files: Path, arguments: list[str], message: str) -> None:
     prompts = [] if {"--workload", "--replay"} & set(arguments) else ["--prompts", f"{files}/tales.txt"]
-    assert said in refusal("bench", *MODELS, *QUICK, *prompts, *arguments)
+    assert message in refusal("bench", *MODELS, *QUICK, *prompts, *arguments)
 
 
-def test_too_little_memory_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.engine.memory.available_bytes", lambda: 8_000_000)
     given = ["--prompts", str(files / "tales.txt"), "--batch", "64", "--max-tokens", "200"]
     assert "batch 64 does not fit" in refusal("bench", *MODELS, *QUICK, *given)
@@ -231,8 +231,8 @@ def shown(report: BenchReport, width: int = 80) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_the_card_fits_80_columns_and_says_what_the_figures_say() -> None:
-    """At the sizes that numbers can have, without a colour."""
+def test_the_card_fits_80_columns_and_prints_the_figures() -> None:
+    """With numbers of every possible length, without colours."""
     runs = [
         taped(even(depth, 6, depth, 1024.0 if depth else 512.0, 64.0, rest_s=8.0), GROUP, Turn(r, depth), [[1] * 9])
         for r in range(3)
@@ -256,7 +256,7 @@ def test_the_card_fits_80_columns_and_says_what_the_figures_say() -> None:
     assert "before the runs, 20.0 GB/s after" in text
 
 
-def test_a_difference_is_told_with_its_prompt() -> None:
+def test_a_difference_is_printed_with_its_prompt() -> None:
     plain, drafted = (taped(even(d, 2, 0, 1.0, 0.0), GROUP, Turn(0, d), [[1], [d]]) for d in (0, 3))
     report = made_report(group_figures(GROUP, [plain, drafted]))
     assert report.groups[0].differences == (Mismatch(3, 0, 1),)
@@ -279,10 +279,10 @@ def test_on_a_gpu_tokens_may_differ_unless_one_gemm_is_asked_for(
     assert ("peak memory" in text, "host memory" in text) == (False, True)
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(
+def test_a_missing_device_is_refused_by_name(
     run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    for name, said in (("cuda", "built without CUDA"), ("tpu", "'tpu' is not known: use auto, cpu, cuda")):
+    for name, message in (("cuda", "built without CUDA"), ("tpu", "'tpu' is not known: use auto, cpu, cuda")):
         result = run("--prompts", str(files / "tales.txt"), "--device", name)
-        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr

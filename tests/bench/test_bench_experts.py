@@ -1,4 +1,4 @@
-"""Of a sparse target the benchmark says how many experts its passes read, and what would be read by chance."""
+"""For a sparse target the benchmark reports how many experts a pass reads, and how many independent tokens would."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from kit.unchecked import unchecked
 
 
 @pytest.mark.parametrize(("count", "active"), [(8, 2), (128, 8), (256, 8)])
-def test_chance_is_that_of_independent_tokens(count: int, active: int) -> None:
+def test_expected_experts_are_those_of_independent_tokens(count: int, active: int) -> None:
     """Against the published table of 1, 2, 4, 8, 16, 32 and 64 tokens, to its digits."""
     table = {
         (8, 2): [2, 3.5, 5.5, 7.2, 7.9, 8, 8],
@@ -25,7 +25,7 @@ def test_chance_is_that_of_independent_tokens(count: int, active: int) -> None:
     assert found == pytest.approx(table[count, active], abs=0.6, rel=0.002)
 
 
-def test_a_benchmark_tells_experts_for_every_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_reports_experts_for_every_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "bandwidth_bytes_per_s", lambda device: 1e9)
     folder, out, prompts, run = tmp_path / "sparse", tmp_path / "bench.json", tmp_path / "tales.txt", CliRunner()
     prompts.write_text("Once upon a time\n")
@@ -36,11 +36,11 @@ def test_a_benchmark_tells_experts_for_every_depth(tmp_path: Path, monkeypatch: 
             app, ["widen", "--model", str(SMALL), "--experts", "8", "--active", "2", "--out", str(folder)]
         )
         assert made.exit_code == 0, made.output
-        told = run.invoke(app, ["bench", *models, *options])
-    assert told.exit_code == 0, told.output
+        result = run.invoke(app, ["bench", *models, *options])
+    assert result.exit_code == 0, result.output
     cells = {cell["depth"]: cell for cell in json.loads(out.read_text())["cells"]}
     assert cells[0]["experts"]["median"] == pytest.approx(2.0)
     assert cells[0]["expected_experts"] == pytest.approx(2.0)
     assert cells[3]["expected_experts"] == pytest.approx(expected_distinct(8, 2, 4))
     assert 2.0 < cells[3]["experts"]["median"] <= 8.0
-    assert "experts read per layer and pass" in told.output
+    assert "experts read per layer and pass" in result.output

@@ -1,4 +1,4 @@
-"""Figures are what their names say: recounted by hand from rounds of which all is known."""
+"""Figures are as defined: recounted by hand from rounds whose every number is known."""
 
 import random
 import statistics
@@ -52,7 +52,7 @@ def test_a_run_is_a_recount_of_its_rounds(batch: int, depth: int, seed: int) -> 
 @pytest.mark.parametrize("depth", [1, 3, 7])
 @pytest.mark.parametrize("accepted", [0, 1])
 @pytest.mark.parametrize(("v", "c"), [(1.0, 0.0625), (1.5, 0.25), (4.0, 1.0)])
-def test_where_a_round_is_its_passes_the_prediction_is_what_is_measured(
+def test_the_prediction_equals_the_measurement_where_a_round_is_only_its_passes(
     depth: int, accepted: int, v: float, c: float
 ) -> None:
     pass_s = 0.125
@@ -74,7 +74,7 @@ def test_where_a_round_is_its_passes_the_prediction_is_what_is_measured(
     assert cell.engine_s.median == pytest.approx(0.0, abs=1e-12)
 
 
-def test_places_that_are_not_taken_count_in_the_prediction() -> None:
+def test_empty_places_in_the_batch_count_in_the_prediction() -> None:
     """Sequences that accept more end sooner; a pass that costs the same without them is spent on fewer tokens."""
     group, left = Group("code", 3, 0.0), [3, 3, 2, 1, 1]
 
@@ -94,7 +94,7 @@ def test_places_that_are_not_taken_count_in_the_prediction() -> None:
     assert cell.measured_over_predicted.median == pytest.approx(1.0)
 
 
-def test_what_the_engine_adds_is_told_and_is_what_the_prediction_lacks() -> None:
+def test_the_engines_own_time_is_reported_and_accounts_for_the_predictions_error() -> None:
     plain = taped(even(0, 12, 0, 0.125, 0.0, rest_s=0.125), GROUP, Turn(0, 0), [[1]])
     drafted = taped(even(2, 6, 2, 0.25, 0.0625, rest_s=0.25), GROUP, Turn(0, 2), [[1]])
     first, cell = group_figures(GROUP, [plain, drafted]).cells
@@ -134,8 +134,15 @@ def test_a_plain_pass_at_the_limit_has_a_share_of_one() -> None:
 
 def test_every_answer_that_differs_is_named() -> None:
     group = Group("code", 2, 0.0)
-    said = {(0, 0): [[1, 2], [3, 4]], (0, 3): [[1, 2], [3, 5]], (1, 0): [[1, 2], [3, 4]], (1, 3): [[1, 9], [3, 4]]}
-    runs = [taped(even(depth, 2, 0, 1.0, 0.0), group, Turn(r, depth), answers) for (r, depth), answers in said.items()]
+    answers = {
+        (0, 0): [[1, 2], [3, 4]],
+        (0, 3): [[1, 2], [3, 5]],
+        (1, 0): [[1, 2], [3, 4]],
+        (1, 3): [[1, 9], [3, 4]],
+    }
+    runs = [
+        taped(even(depth, 2, 0, 1.0, 0.0), group, Turn(r, depth), answers) for (r, depth), answers in answers.items()
+    ]
     figures = group_figures(group, runs)
     assert set(figures.differences) == {Mismatch(3, 0, 1), Mismatch(3, 1, 0)}
     assert not figures.same_tokens

@@ -1,4 +1,4 @@
-"""The texts that ship are what they are said to be; every form of a line is read, and mistakes are named by place."""
+"""The bundled texts are as documented; every form of a line is read, and mistakes are reported with file and line."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ def test_generated_workloads_are_held_out_text_of_the_library(name: str, tokeniz
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_edits_fit_twice_over_are_small_and_large_and_change_something(name: str, tokenizer: Tokenizer) -> None:
+def test_edits_fit_the_context_twice_are_small_and_large_and_change_something(name: str, tokenizer: Tokenizer) -> None:
     workload = workload_of(name, shipped(name), 100, tokenizer)
     assert workload.replayed
     assert len(workload.items) == 12
@@ -81,7 +81,7 @@ def test_edits_fit_twice_over_are_small_and_large_and_change_something(name: str
         assert passage.answer.strip() != old.strip()
 
 
-def test_the_default_is_made_of_what_ships(tokenizer: Tokenizer) -> None:
+def test_the_default_workloads_are_the_bundled_ones(tokenizer: Tokenizer) -> None:
     selection = Selection()
     for name in SHIPPED:
         workload = workload_of(name, shipped(name), selection.num_prompts, tokenizer)
@@ -117,7 +117,7 @@ def test_a_line_holds_a_prompt_messages_or_turns_and_a_category(written: Callabl
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ({"question": "x"}, "none of the fields prompt, text, turns (only question)"),
         ({"messages": []}, "messages: [] is not a conversation"),
@@ -133,26 +133,26 @@ def test_a_line_holds_a_prompt_messages_or_turns_and_a_category(written: Callabl
         ({"prompt": [-1], "answer": "b"}, "-1 is not a token id"),
     ],
 )
-def test_a_line_that_cannot_be_used_is_named(
-    line: object, said: str, written: Callable[..., Path], tokenizer: Tokenizer
+def test_an_invalid_line_is_reported_with_its_number(
+    line: object, message: str, written: Callable[..., Path], tokenizer: Tokenizer
 ) -> None:
     recorded = "answer" in line
     file = written(GOOD, "", line)
     with pytest.raises(InvalidRequest) as caught:
         workload_of("own", read_passages(file, recorded), 9, tokenizer)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert f"{file}:3" in str(caught.value)
     assert caught.value.field == ("replay" if recorded else "prompts")
 
 
-def test_files_that_cannot_be_used_are_refused(written: Callable[..., Path], tmp_path: Path) -> None:
-    for prompts, replay, said in (
+def test_invalid_files_are_refused(written: Callable[..., Path], tmp_path: Path) -> None:
+    for prompts, replay, message in (
         (None, tmp_path / "none.jsonl", "replay: .*cannot be read"),
         (None, tmp_path / "a.txt", "give a .jsonl"),
         (None, written({"prompt": "x"}), '"answer" is missing'),
         (written(GOOD, name="a.jsonl"), written(GOOD, name="a.jsonl"), "cannot be combined with"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=message):
             mixed_passages(prompts, replay)
 
 
@@ -165,7 +165,7 @@ def test_a_text_beyond_the_context_is_named(tokenizer: Tokenizer, written: Calla
         check_lengths(workload, 10, longest - 1)
     ours = workload_of("code", shipped("code"), 9, Tokenizer.load(TARGET))
     with pytest.raises(InvalidRequest, match="use shorter --prompts, or fewer --max-tokens"):
-        check_lengths(ours, 128, 512)  # what a user did not write cannot be shortened
+        check_lengths(ours, 128, 512)  # a bundled text cannot be shortened by the user
 
 
 def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each(written: Callable[..., Path]) -> None:
@@ -177,7 +177,7 @@ def test_categories_take_turns_so_that_the_first_prompts_have_some_of_each(writt
     assert workload.template is None
 
 
-def test_messages_go_through_the_template_which_is_told_by_its_hash(tmp_path: Path) -> None:
+def test_messages_go_through_the_template_which_is_reported_by_its_hash(tmp_path: Path) -> None:
     passages = [Passage(TALK, "mine.jsonl:1"), Passage("Hi", "mine.jsonl:2")]
     with pytest.raises(TokenizerError, match=r"mine\.jsonl:1 has messages, but no chat template"):
         workload_of("own", passages, 2, Tokenizer.load(TARGET))
@@ -188,12 +188,12 @@ def test_messages_go_through_the_template_which_is_told_by_its_hash(tmp_path: Pa
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if enable_thinking %} think{% endif %}"
     )
     tokenizer = Tokenizer.load(tmp_path)
-    said = {}
+    prompts = {}
     for thinking in (None, True, False):
         template = Template({} if thinking is None else {"enable_thinking": thinking}, always=thinking is True)
         assert template.thinking is thinking
         workload = workload_of("own", passages, 2, tokenizer, template)
         assert workload.template == tokenizer.template().digest()
-        said[thinking] = [tokenizer.decode(list(item.prompt)).strip() for item in workload.items]
-    assert said[True] == ["<user>Tell a tale think", "<user>Hi think"]
-    assert said[False] == said[None] == ["<user>Tell a tale", "Hi"]
+        prompts[thinking] = [tokenizer.decode(list(item.prompt)).strip() for item in workload.items]
+    assert prompts[True] == ["<user>Tell a tale think", "<user>Hi think"]
+    assert prompts[False] == prompts[None] == ["<user>Tell a tale", "Hi"]

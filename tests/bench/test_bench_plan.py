@@ -1,4 +1,4 @@
-"""What is run, and that no depth has a better place than another."""
+"""Which runs a benchmark makes, and that their order favours no depth."""
 
 from collections import Counter
 
@@ -53,7 +53,7 @@ def test_waves_are_full_and_reach_every_item(num_items: int, batch: int) -> None
     ("field", "values"),
     [("batches", (0,)), ("depths", (-2,)), ("batches", ()), ("temperatures", (1.0, 1.0)), ("repeats", 0)],
 )
-def test_what_cannot_be_run_is_refused_by_name(field: str, values: object) -> None:
+def test_an_invalid_selection_is_refused_by_name(field: str, values: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Selection(**{field: values})  # type: ignore[arg-type]
     assert caught.value.field == {"batches": "batch", "repeats": "repeats"}.get(field, field.removesuffix("s"))

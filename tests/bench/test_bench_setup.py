@@ -1,4 +1,4 @@
-"""What decides a benchmark's result is in its key, and models are loaded for the texts that they will meet."""
+"""A benchmark's key holds everything its result depends on, and memory is planned for its texts."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def models(tmp_path: Path) -> Models:
     return Models(ModelSpec(str(TARGET)), f"model:{tmp_path / 'draft'}")
 
 
-def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) -> None:
+def test_the_key_differs_between_drafters_and_texts(models: Models, tmp_path: Path) -> None:
     stage = set_up(models, PASSAGES, SELECTION)
     first = about(models, stage, SELECTION)
     assert json.loads(json.dumps(first)) == json.loads(json.dumps(about(models, stage, SELECTION)))
@@ -55,21 +55,24 @@ def test_the_key_tells_drafters_and_texts_apart(models: Models, tmp_path: Path) 
     assert draft_fingerprint(Blueprint.of(models.target), "ngram") == ""
 
 
-def test_models_are_loaded_where_they_are_asked_for(models: Models) -> None:
-    """Target and drafter; what decides the result says so."""
+def test_models_are_loaded_on_the_requested_device(models: Models) -> None:
+    """Target and drafter; the description of the run names the device."""
     fixed = Placement(torch.device("cpu"), fixed=True)  # as on a GPU, but for the device
     there = replace(models, target=replace(models.target, device=fixed))
     stage = set_up(there, PASSAGES, SELECTION)
     drafter = stage.llm.drafter
     assert isinstance(drafter, ModelDrafter)
     assert all(isinstance(runner, GraphRunner) for runner in (stage.llm.engine.runner, drafter.runner))
-    said = about(there, stage, SELECTION)["models"]
-    assert said["kernels"] == f"torch, {fixed.label}"
-    assert said["fingerprint"] != about(models, set_up(models, PASSAGES, SELECTION), SELECTION)["models"]["fingerprint"]
+    described = about(there, stage, SELECTION)["models"]
+    assert described["kernels"] == f"torch, {fixed.label}"
+    assert (
+        described["fingerprint"]
+        != about(models, set_up(models, PASSAGES, SELECTION), SELECTION)["models"]["fingerprint"]
+    )
 
 
 def test_no_repetition_is_drafted_from_the_answers_of_another() -> None:
-    """Nor from those of other groups: a drafter that remembers has the same to say every time."""
+    """Nor from those of other groups: a drafter that keeps past answers drafts the same every time."""
     stage = set_up(Models(ModelSpec(str(TARGET)), "suffix"), PASSAGES, SELECTION)
     groups, turns = [Group("own", batch, 0.0) for batch in (1, 2)], [Turn(repetition, 2) for repetition in (0, 1)]
     stage.warm_up(groups[0], (2,))
@@ -145,7 +148,7 @@ def test_a_drafter_is_widened_once_however_its_folder_is_spelled(
 
 
 @pytest.mark.parametrize("draft", ["block:nowhere", "early-exit:2", "mix[ngram,block:nowhere]"])
-def test_what_cannot_be_widened_is_refused_before_anything_is_written(
+def test_a_drafter_that_cannot_be_widened_is_refused_before_anything_is_written(
     wide: Callable[[str], tuple[str, str]], draft: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ForerunError):
@@ -153,7 +156,7 @@ def test_what_cannot_be_widened_is_refused_before_anything_is_written(
     assert not any(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_widened_drafter_of_other_weights_is_not_taken_for_it(
+def test_a_widened_drafter_of_other_weights_is_not_reused(
     wide: Callable[[str], tuple[str, str]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"

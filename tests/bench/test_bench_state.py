@@ -1,4 +1,4 @@
-"""Finished runs survive: cut the file anywhere, and the benchmark goes on to the same end."""
+"""Finished runs are kept: cut the file anywhere, and the benchmark continues to the same result."""
 
 import json
 from collections.abc import Iterator
@@ -50,7 +50,9 @@ def test_a_file_of_an_older_form_is_started_over(tmp_path: Path) -> None:
     assert opened(path, fresh=True).values == {}
 
 
-def test_the_default_place_differs_with_all_that_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_path_differs_with_every_setting_that_changes_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     others = [ABOUT | {name: "else"} for name in ABOUT]
     places = {default_path(about) for about in (ABOUT, *others)}
@@ -59,7 +61,7 @@ def test_the_default_place_differs_with_all_that_decides(tmp_path: Path, monkeyp
     assert default_path(ABOUT) == default_path(json.loads(json.dumps(ABOUT)))
 
 
-def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_path_is_reported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "below", tmp_path):
         with pytest.raises(InvalidRequest, match=f"state: {path} cannot be used .*: name another file with --state"):
@@ -81,7 +83,7 @@ def llm() -> LLM:
 
 @pytest.fixture
 def stage(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> BenchSetup:
-    """On a clock that moves on by itself, as far at every look."""
+    """On a clock that advances by the same step at every reading."""
     ticks: Iterator[int] = count()
     clock = lambda: next(ticks) / 1024  # noqa: E731
     monkeypatch.setattr("time.perf_counter", clock)
@@ -93,7 +95,7 @@ def stage(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> BenchSetup:
     return BenchSetup(llm, workloads, SELECTION.num_tokens, clock=clock)
 
 
-def told(stage: BenchSetup, path: Path) -> str:
+def report_json(stage: BenchSetup, path: Path) -> str:
     """The final JSON."""
     with unchecked():
         groups = bench(stage, SELECTION, opened(path), lambda _what, _done: None)
@@ -106,21 +108,21 @@ def told(stage: BenchSetup, path: Path) -> str:
 def test_a_benchmark_cut_off_at_any_line_ends_in_the_same_json(stage: BenchSetup, first: int, tmp_path: Path) -> None:
     """Here at every fourth one."""
     path = tmp_path / "state.jsonl"
-    whole = told(stage, path)
+    whole = report_json(stage, path)
     assert json.loads(whole)["same_tokens"]
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + 3 * 2 * 2
     for num_kept in range(first, len(lines), 4):
         path.write_bytes(b"".join(lines[:num_kept]) + lines[num_kept][:40])
-        assert told(stage, path) == whole
+        assert report_json(stage, path) == whole
         assert path.read_bytes().splitlines(keepends=True) == lines
 
 
-def test_nothing_is_run_twice_and_what_is_left_is_told(
+def test_finished_runs_are_not_repeated_and_progress_counts_the_remaining_ones(
     stage: BenchSetup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, ran = tmp_path / "state.jsonl", []
-    told(stage, path)
+    report_json(stage, path)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-2]))
     real = BenchSetup.run

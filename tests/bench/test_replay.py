@@ -1,4 +1,4 @@
-"""A replay says what was recorded, to the token, whatever is guessed; its passes leave in caches what they must."""
+"""A replay emits the recorded tokens whatever is drafted, and its passes leave the right rows in the caches."""
 
 import random
 from functools import cache, partial
@@ -38,7 +38,7 @@ def runner() -> Runner:
 
 
 def edited(seed: int) -> tuple[list[int], list[int]]:
-    """A random text, and the same with one in twelve tokens changed: what it becomes."""
+    """A random text, and the same with one in twelve tokens changed."""
     rng = random.Random(seed)
     old = [rng.randrange(3, VOCAB) for _ in range(40 + seed)]
     return [1, *old], [rng.randrange(3, VOCAB) if rng.random() < 1 / 12 else token for token in old]
@@ -50,11 +50,11 @@ def drafter(name: str) -> Drafter | None:
     return {"none": None, "ngram": NgramDrafter(), "oracle": Oracle(errs=lambda place: place % 5 == 3)}[name]
 
 
-def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> tuple[Engine, list[Sequence]]:
+def replaying(name: str, speculation: Speculation, temperature: float, batch: int) -> tuple[Engine, list[Sequence]]:
     """An engine with the edited texts submitted, to be replayed."""
     texts = dict[int, list[int]]()
     engine = Engine(runner(), drafter(name), options=EngineOptions(batch, 32), draws=partial(Recorded, texts=texts))
-    requests = RequestChecker(None, VOCAB, 128, eos_ids=(2,), default=wish)
+    requests = RequestChecker(None, VOCAB, 128, eos_ids=(2,), default=speculation)
     sequences = []
     for seed in range(TEXTS):
         prompt, answer = edited(seed)
@@ -70,28 +70,30 @@ def replaying(name: str, wish: Speculation, temperature: float, batch: int) -> t
 
 @pytest.mark.short("0.0-1-model-*depth=8*", "0.9-3-oracle-*width=2*")
 @pytest.mark.parametrize(
-    ("name", "wish"),
+    ("name", "speculation"),
     [("none", Speculation(3))]
     + [(n, w) for n in DRAFTERS[1:] for w in (*map(Speculation, (0, 1, 3, 8)), Speculation(3, 2))],
     ids=str,
 )
 @pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (0.9, 3)])
-def test_what_is_said_is_what_was_recorded(name: str, wish: Speculation, temperature: float, batch: int) -> None:
-    engine, sequences = replaying(name, wish, temperature, batch)
+def test_the_emitted_tokens_are_the_recorded_ones(
+    name: str, speculation: Speculation, temperature: float, batch: int
+) -> None:
+    engine, sequences = replaying(name, speculation, temperature, batch)
     while engine.has_work:
         engine.step()
     assert [s.tokens for s in sequences] == [[*p, *a] for p, a in map(edited, range(TEXTS))]
-    if name == "ngram" and wish.depth >= 2:
+    if name == "ngram" and speculation.depth >= 2:
         assert engine.stats.tokens_per_round is not None
-        assert engine.stats.tokens_per_round > 1.5  # edits are what n-grams are good for
-    assert (engine.stats.num_drafted > 0) == (name != "none" and wish.depth > 0)
+        assert engine.stats.tokens_per_round > 1.5  # n-grams draft edits of a text well
+    assert (engine.stats.num_drafted > 0) == (name != "none" and speculation.depth > 0)
 
 
 @pytest.mark.short("*width=1*-model", "*width=2*-ngram")
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("wish", [Speculation(4), Speculation(3, 2)], ids=str)
-def test_caches_hold_what_reading_the_text_leaves(name: str, wish: Speculation) -> None:
-    engine, sequences = replaying(name, wish, 0.0, TEXTS)
+@pytest.mark.parametrize("speculation", [Speculation(4), Speculation(3, 2)], ids=str)
+def test_the_cache_holds_the_rows_of_the_text_read_at_once(name: str, speculation: Speculation) -> None:
+    engine, sequences = replaying(name, speculation, 0.0, TEXTS)
     while all(s.num_output < 20 for s in sequences) or any(s.num_read < s.num_prompt for s in sequences):
         engine.step()
     for sequence in sequences:
@@ -105,10 +107,10 @@ def test_caches_hold_what_reading_the_text_leaves(name: str, wish: Speculation) 
 def test_only_recorded_texts_are_replayed_and_only_to_their_end() -> None:
     rows = [RowSampling(i, SamplingParams(), 7 + i, 0, [1, 5, 6], 1, (2,)) for i in range(2)]
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
-    own = Draws(rows, VOCAB)
-    for length, said in ((4, True), (3, False), (0, False)):
+    plain_draws = Draws(rows, VOCAB)
+    for length, has_next in ((4, True), (3, False), (0, False)):
         text = [1, 5, 6, 9][:length]
-        drawn = Recorded(rows, VOCAB, {0: text}).draw(logits, own.roots())
-        expected = own.draw(logits, own.roots())
+        drawn = Recorded(rows, VOCAB, {0: text}).draw(logits, plain_draws.roots())
+        expected = plain_draws.draw(logits, plain_draws.roots())
         assert drawn[1] == expected[1]
-        assert drawn[0] == (9 if said else expected[0])
+        assert drawn[0] == (9 if has_next else expected[0])
