@@ -27,8 +27,8 @@ BEGINNINGS = (
 ENDINGS = ("", " who", " and", " in the", " because", " with")
 
 
-def quiet(*_: object) -> None:
-    """A report that nobody hears."""
+def no_report(*_: object) -> None:
+    """A report of progress that does nothing."""
 
 
 def write_prompts(folder: Path) -> Path:
@@ -58,7 +58,7 @@ def source_for(student: Student, settings: TrainSettings, folder: Path, target: 
 
 
 def answers(draft: str | None, model: Path = TARGET) -> tuple[list[tuple[int, ...]], float]:
-    """Answers to prompts that are not among the data, and how much was accepted of what was drafted."""
+    """Answers to prompts that are not among the data, and the acceptance rate."""
     params = [SamplingParams(max_tokens=60, seed=i, temperature=float(i % 3 > 0), ignore_eos=True) for i in range(8)]
     llm = LLM(str(model), draft, speculation=Speculation(2), max_model_len=256)
     with unchecked():
@@ -69,12 +69,12 @@ def answers(draft: str | None, model: Path = TARGET) -> tuple[list[tuple[int, ..
 
 
 def environment() -> dict[str, str]:
-    """That of a command in a process of its own, on one thread."""
+    """The environment of a command in a separate process, on one thread."""
     return os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
 
 
 def finish(arguments: Sequence[str]) -> str:
-    """Run such a command to its end; what was said on standard output."""
+    """Run such a command to its end; returns its standard output."""
     run = subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout

@@ -1,4 +1,4 @@
-"""What students learn from: the target's states are those that serving shows a drafter, in any batch."""
+"""What students learn from: the target's states are those that a drafter gets when serving, in any batch."""
 
 import random
 from collections import Counter
@@ -33,7 +33,7 @@ from forerun.train.settings import TrainSettings
 from forerun.train.train import answering_llm
 from kit.checkpoints import TARGET
 from kit.sparse import write_sparse
-from train.material import quiet, read_prompts, source_of, write_prompts
+from train.material import no_report, read_prompts, source_of, write_prompts
 
 AnyStudent = TypeVar("AnyStudent", bound=Student)
 SETTINGS = TrainSettings(steps=4, batch=3, max_tokens=20, held_out=2, temperature=0.8)
@@ -42,7 +42,7 @@ BLOCK = StudentSizes(layers=1, mlp=48, block=5)
 
 
 def stirred(student: AnyStudent) -> AnyStudent:
-    """With weights of which all do something."""
+    """With random weights everywhere, so that every weight has an effect."""
     dice = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for tensor in student.weights.values():
@@ -53,7 +53,7 @@ def stirred(student: AnyStudent) -> AnyStudent:
 def batch_of(source: AnswerSource, student: Student, steps: int = 1) -> TextBatch:
     """Answers to the first prompts, with the states that this student reads."""
     of_student = source_of(source.data, SETTINGS, student)
-    texts = [text for step in range(steps) for text in of_student.of_step(step, quiet)]
+    texts = [text for step in range(steps) for text in of_student.of_step(step, no_report)]
     of_student.llm.close()
     return TextBatch.of(texts)
 
@@ -71,8 +71,8 @@ def source(adapter: Student, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     found.llm.close()
 
 
-def test_answers_are_drafted_as_far_as_that_pays(source: AnswerSource) -> None:
-    """The engine is built without a drafter, and is given the recorder's later."""
+def test_answers_are_generated_with_drafting_at_a_measured_depth(source: AnswerSource) -> None:
+    """The engine is built without a drafter; the recorder's is set afterwards."""
     assert source.llm.engine.drafter is source.recorder
     assert isinstance(source.llm.engine.controller, MeasuredDepth)
 
@@ -88,9 +88,9 @@ def same(one: TargetText, other: TargetText) -> bool:
 
 
 def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: AnswerSource) -> None:
-    """Whether it was drafted, in how many passes and beside whom does not matter; nor do the tokens depend on it."""
+    """Whether it was drafted, in how many passes and in which batch does not matter; nor do the tokens depend on it."""
     plain = LLM(str(TARGET), max_model_len=256, max_num_seqs=1)
-    for step, texts in ((0, source.of_step(0, quiet)), (3, source.of_step(3, quiet))):
+    for step, texts in ((0, source.of_step(0, no_report)), (3, source.of_step(3, no_report))):
         for i, text in enumerate(texts):
             params = SETTINGS.sampling(text.seed)
             answer = plain.generate([list(source.prompt(3 * step + i))], params)[0]
@@ -105,24 +105,24 @@ def test_states_are_those_of_reading_the_finished_text_to_the_bit(source: Answer
     assert source.llm.stats.num_drafted > 0
 
 
-def test_states_of_short_answers_are_turned_by_the_factors_of_long_ones_as_when_serving(tmp_path: Path) -> None:
-    """LongRoPE has others where no text may be long; the target's are decided by 64 tokens."""
+def test_rotary_factors_for_long_texts_are_used_for_short_answers_as_when_serving(tmp_path: Path) -> None:
+    """LongRoPE has other factors where no text may be long; the target's are those for texts of up to 64 tokens."""
     target = Blueprint.of(str(write_sparse(tmp_path / "target", "phi3")))
     data = read_prompts([write_prompts(tmp_path)], SETTINGS)
-    with answering_llm(target, data, SETTINGS, quiet) as llm:
+    with answering_llm(target, data, SETTINGS, no_report) as llm:
         found = llm.engine.runner.decoder.rope
     assert torch.equal(found.cos[:60], target.load(64).decoder.rope.cos[:60])
     assert not torch.equal(found.cos[:60], target.for_texts(60).load(64).decoder.rope.cos[:60])
 
 
-def test_answers_depend_on_their_number_alone(source: AnswerSource) -> None:
-    """Asked for in another order, in groups of another size."""
-    alone = [source.generate([source.prompt(i)], TRAINED, [i], quiet)[0] for i in (7, 4)]
-    third, second = source.of_step(2, quiet), source.of_step(1, quiet)
+def test_an_answer_depends_only_on_its_number(source: AnswerSource) -> None:
+    """Also when requested in another order and in groups of another size."""
+    alone = [source.generate([source.prompt(i)], TRAINED, [i], no_report)[0] for i in (7, 4)]
+    third, second = source.of_step(2, no_report), source.of_step(1, no_report)
     assert same(alone[0], third[1])
     assert same(alone[1], second[1])
-    seeds = {text.seed for step in range(4) for text in source.of_step(step, quiet)}
-    assert len(seeds | {text.seed for text in source.held_out(quiet)}) == 14
+    seeds = {text.seed for step in range(4) for text in source.of_step(step, no_report)}
+    assert len(seeds | {text.seed for text in source.held_out(no_report)}) == 14
 
 
 def test_every_prompt_is_answered_before_any_is_answered_again(source: AnswerSource) -> None:
@@ -133,8 +133,8 @@ def test_every_prompt_is_answered_before_any_is_answered_again(source: AnswerSou
 
 
 @pytest.mark.full
-def test_a_sequence_that_is_sent_back_is_recorded_from_its_start(source: AnswerSource, adapter: Student) -> None:
-    """In a cache that most of another sequence fills, so that not all have room."""
+def test_a_preempted_sequence_is_recorded_again_from_its_start(source: AnswerSource, adapter: Student) -> None:
+    """In a cache with room for few sequences, so that some are preempted."""
     small = source_of(source.data, SETTINGS, adapter)
     runner = small.llm.engine.runner
     held = [1] * min(250, runner.cache.num_free_tokens - 200)
@@ -146,10 +146,10 @@ def test_a_sequence_that_is_sent_back_is_recorded_from_its_start(source: AnswerS
     prompts, numbers, sequences = [source.prompt(i) for i in range(6)], range(6), list[Sequence]()
     small.settings = source.settings = replace(SETTINGS, max_tokens=90)
     submitted = small.llm.engine.submit
-    small.llm.engine.submit = lambda s, hear=None: (sequences.append(s), submitted(s, hear))[1]  # type: ignore[method-assign,func-returns-value]
-    found = small.generate(prompts, TRAINED, numbers, quiet)
+    small.llm.engine.submit = lambda s, on_delta=None: (sequences.append(s), submitted(s, on_delta))[1]  # type: ignore[method-assign,func-returns-value]
+    found = small.generate(prompts, TRAINED, numbers, no_report)
     small.llm.close()
-    expected = source.generate(prompts, TRAINED, numbers, quiet)
+    expected = source.generate(prompts, TRAINED, numbers, no_report)
     source.settings = SETTINGS
     assert sum(s.num_preempted for s in sequences) > 0
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
@@ -178,23 +178,23 @@ SOME_IDS = torch.randperm(512, generator=torch.Generator().manual_seed(0))[:300]
 
 
 @dataclass
-class Told:
-    """A drafter is told what to guess, mostly the text's own tokens: its logits where that came true, by depth."""
+class ScriptedDraft:
+    """Replaces a drafter's tokens, mostly by the text's own; records its logits by depth where they were the text's."""
 
     tokens: Seq[int]
     dice: random.Random
     seen: list[tuple[int, int, Tensor]] = field(default_factory=list)  # root, depth, logits
 
-    def guesses(self, draws: Draws, logits: Tensor, rows: Seq[int], paths: Seq[Seq[int]]) -> list[int]:
-        found = []
+    def draft_tokens(self, draws: Draws, logits: Tensor, rows: Seq[int], paths: Seq[Seq[int]]) -> list[int]:
+        tokens = []
         for row, path, shown in zip(rows, paths, logits, strict=True):
             root = len(draws.rows[row].tokens) - 1
             behind = self.tokens[root + 1 :]
             if list(path) == list(behind[: len(path)]):
                 self.seen.append((root, len(path), shown.clone()))
             right = behind[len(path)] if len(path) < len(behind) else 3
-            found.append(right if self.dice.random() < 0.8 else 3)
-        return found
+            tokens.append(right if self.dice.random() < 0.8 else 3)
+        return tokens
 
 
 @pytest.mark.short(
@@ -204,7 +204,7 @@ class Told:
 def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(
     name: str, source: AnswerSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every depth, where the guesses before were right; and so by what it reads, from which the logits follow."""
+    """At every depth, where the draft tokens before were the text's; equal logits show that its inputs are equal."""
     target = Blueprint.of(str(TARGET))
     student = make_student(name.partition(",")[0], target, SERVED[name], 0)
     if SERVED[name].draft_vocab is not None:
@@ -217,32 +217,41 @@ def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(
     plain_offer = Draws.offer
     monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, where each pass is seen
 
-    def offer(own: Draws, logits: Tensor, rows: Seq[int], paths: Seq[Seq[int]], *more: int, **by: bool) -> HostChildren:
-        found, firsts = plain_offer(own, logits, rows, paths, *more, **by), told.guesses(own, logits, rows, paths)
-        return replace(found, tokens=[[first, *rest[1:]] for first, rest in zip(firsts, found.tokens, strict=True)])
+    def offer(
+        draws: Draws, logits: Tensor, rows: Seq[int], paths: Seq[Seq[int]], *more: int, **by: bool
+    ) -> HostChildren:
+        children, firsts = (
+            plain_offer(draws, logits, rows, paths, *more, **by),
+            scripted.draft_tokens(draws, logits, rows, paths),
+        )
+        return replace(
+            children, tokens=[[first, *rest[1:]] for first, rest in zip(firsts, children.tokens, strict=True)]
+        )
 
     monkeypatch.setattr(Draws, "offer", offer)
     llm = LLM(str(TARGET), student.spec(tmp_path), speculation=Speculation(4), max_model_len=256)
     depths = Counter[int]()
     for i, text in enumerate(batch.texts):
-        told = Told(text.tokens, random.Random(i))
+        scripted = ScriptedDraft(text.tokens, random.Random(i))
         answer = llm.generate([list(text.tokens[: text.num_prompt])], SETTINGS.sampling(text.seed))[0]
         assert (*answer.prompt_token_ids, *answer.outputs[0].token_ids) == text.tokens
-        for root, depth, logits in told.seen:
-            is_read_again = len(predicted.logits) == 1  # a deeper guess is the first one, from further on
+        for root, depth, logits in scripted.seen:
+            is_read_again = len(predicted.logits) == 1  # a deeper draft token is the first one from a later root
             place = root - batch.first_root + depth * is_read_again
             if place < predicted.logits[0].shape[1]:
                 depths[depth] += 1
-                wanted = predicted.logits[0 if is_read_again else depth][i, place]
+                expected = predicted.logits[0 if is_read_again else depth][i, place]
                 logits = logits if student.vocabulary is None else logits[student.vocabulary]
-                both = wanted.isfinite() & logits.isfinite()  # of a selector's candidates, the last may be tied
-                assert both.sum() >= max(wanted.isfinite().sum(), logits.isfinite().sum()) - 1
-                assert torch.allclose(wanted[both], logits[both], atol=1e-3), (root, depth)
+                both = expected.isfinite() & logits.isfinite()  # of a selector's candidates, the last may be tied
+                assert both.sum() >= max(expected.isfinite().sum(), logits.isfinite().sum()) - 1
+                assert torch.allclose(expected[both], logits[both], atol=1e-3), (root, depth)
     llm.close()
     assert min(depths[depth] for depth in range(min(4, student.most_depth or 4))) > 4, depths
 
 
-def test_a_guess_is_trusted_in_training_as_when_serving(source: AnswerSource, tmp_path: Path) -> None:
+def test_a_draft_tokens_confidence_is_the_same_in_training_as_when_serving(
+    source: AnswerSource, tmp_path: Path
+) -> None:
     student = stirred(BlockStudent.fresh(Blueprint.of(str(TARGET)), BLOCK, 0))
     student.write(student.weights, tmp_path)
     batch = batch_of(source, student)
@@ -263,7 +272,7 @@ def test_a_guess_is_trusted_in_training_as_when_serving(source: AnswerSource, tm
     ("kind", "one_in"), [("block", 5), ("eagle", EAGLE_STEPS), ("mtp", MTP_STEPS)], ids=["block", "eagle", "mtp"]
 )
 def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSource, kind: str, one_in: int) -> None:
-    """As many as guess each token about once, others in other steps; the laws are those that all roots have there."""
+    """As many roots as draft each token about once, others in other steps; the distributions are those of all roots."""
     student = make_student(kind, Blueprint.of(str(TARGET)), SERVED[kind], 0)
     batch = batch_of(source, student)
     found = [student.predict(batch, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
@@ -280,16 +289,16 @@ def test_drafts_of_a_step_begin_at_some_roots_of_every_answer(source: AnswerSour
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
-def test_first_guesses_alone_are_those_of_whole_drafts_from_every_root_of_a_text(
+def test_first_draft_tokens_are_those_of_whole_drafts_from_every_root_of_a_text(
     source: AnswerSource, kind: str
 ) -> None:
-    """Those that begin in a prompt are compared with the target's law there. In a part of the vocabulary that is the
-    law of all tokens, made to sum to 1 among them."""
+    """Those that begin in a prompt are compared with the target's distribution there. In a part of the vocabulary
+    that is the distribution over all tokens, normalised to sum to 1 within the part."""
     student = stirred(make_student(kind, Blueprint.of(str(TARGET)), SERVED[f"{kind}, some tokens"], 0))
     student = student.with_vocabulary(SOME_IDS)
     small = source_of(source.data, SETTINGS, student)
-    batch, objective = TextBatch.of([text.with_prompt_roots for text in small.of_step(0, quiet)]), small.objective
-    assert batch.first_root == 0 < small.of_step(0, quiet)[0].num_prompt - 1
+    batch, objective = TextBatch.of([text.with_prompt_roots for text in small.of_step(0, no_report)]), small.objective
+    assert batch.first_root == 0 < small.of_step(0, no_report)[0].num_prompt - 1
     first = student.at_depth_1()
     assert first.weights is student.weights
     predicted = first.predict(batch, torch.Generator().manual_seed(0))
@@ -304,7 +313,7 @@ def test_first_guesses_alone_are_those_of_whole_drafts_from_every_root_of_a_text
     assert torch.allclose(draft, exact.log_softmax(-1), atol=1e-3)
 
 
-def test_answers_are_learnt_from_as_often_as_asked_in_orders_of_their_own(
+def test_answers_are_repeated_as_often_as_set_each_time_in_another_order(
     source: AnswerSource, adapter: Student
 ) -> None:
     """All answers of a group once in their order, then again in others; a step's depend on its number alone."""
@@ -312,11 +321,11 @@ def test_answers_are_learnt_from_as_often_as_asked_in_orders_of_their_own(
     small = source_of(source.data, settings, adapter)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.train.settings.POOL", 9)
-        steps = [[text.seed for text in small.of_step(step, quiet)] for step in range(18)]
+        steps = [[text.seed for text in small.of_step(step, no_report)] for step in range(18)]
         once = source_of(source.data, replace(SETTINGS, max_tokens=4), adapter)
-        plain = [[text.seed for text in once.of_step(step, quiet)] for step in range(6)]
+        plain = [[text.seed for text in once.of_step(step, no_report)] for step in range(6)]
         once.llm.close()
-        assert [[text.seed for text in small.of_step(step, quiet)] for step in (4, 13, 4)] == [
+        assert [[text.seed for text in small.of_step(step, no_report)] for step in (4, 13, 4)] == [
             steps[i] for i in (4, 13, 4)
         ]
     small.llm.close()
@@ -330,12 +339,12 @@ def test_answers_are_learnt_from_as_often_as_asked_in_orders_of_their_own(
     assert replace(settings, steps=4).group_steps == 2, "no more answers are written than the steps learn from"
 
 
-def test_a_cache_gives_back_the_very_same_answers_and_says_its_size_first(
+def test_a_cache_returns_equal_answers_and_reports_its_size_before_it_is_written(
     source: AnswerSource, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = AnswerCache.at(tmp_path, {"target": "x"}, 5_000_000)
     assert "will take up to 5.00 MB" in capsys.readouterr().err
-    texts = source.of_step(1, quiet)
+    texts = source.of_step(1, no_report)
     cache.save(0, texts)
     found = AnswerCache.at(tmp_path, {"target": "x"}, 1).load(0)
     assert found is not None

@@ -1,4 +1,4 @@
-"""An MTP module begins at the least-squares map to the target's next state, where there are answers enough for one."""
+"""An MTP module starts as the least-squares map to the target's next state, where there are enough answers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +13,21 @@ from forerun.models.mtp_names import QWEN
 from forerun.train.held_out import judge_held_out
 from forerun.train.settings import TrainSettings
 from kit.checkpoints import TARGET
-from train.material import quiet, source_for
+from train.material import no_report, source_for
 
 SETTINGS = TrainSettings(steps=4, batch=8, max_tokens=48, held_out=6)
 
 
-def test_it_is_what_a_solver_of_least_squares_finds_and_guesses_better_than_fresh_weights(tmp_path: Path) -> None:
+def test_the_fit_is_that_of_a_least_squares_solver_and_drafts_better_than_fresh_weights(tmp_path: Path) -> None:
     student = MtpStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(mlp=32), 0)
     source = source_for(student, SETTINGS, tmp_path)
-    texts, held_out = [text for step in range(4) for text in source.of_step(step, quiet)], source.held_out(quiet)
-    fresh = judge_held_out(source.objective, student, held_out, quiet)
+    texts, held_out = (
+        [text for step in range(4) for text in source.of_step(step, no_report)],
+        source.held_out(no_report),
+    )
+    fresh = judge_held_out(source.objective, student, held_out, no_report)
     student.fit(texts)
-    fitted = judge_held_out(source.objective, student, held_out, quiet)
+    fitted = judge_held_out(source.objective, student, held_out, no_report)
     assert fitted.overlap > 1.5 * fresh.overlap
     read, wanted = [], []
     for text in texts:
@@ -47,10 +50,10 @@ def test_it_is_what_a_solver_of_least_squares_finds_and_guesses_better_than_fres
     assert torch.allclose(logits, output @ student.tables.head.weight.T, atol=1e-2), "the layer adds something"
 
 
-def test_few_answers_leave_it_as_it_was(tmp_path: Path) -> None:
+def test_too_few_answers_leave_the_module_as_it_was(tmp_path: Path) -> None:
     student = MtpStudent.fresh(Blueprint.of(str(TARGET)), StudentSizes(mlp=32), 0)
     source = source_for(student, replace(SETTINGS, max_tokens=8), tmp_path)
-    texts = source.of_step(0, quiet)
+    texts = source.of_step(0, no_report)
     assert sum(len(text.roots) for text in texts) < LEAST_ROWS * 128
     before = {name: weight.detach().clone() for name, weight in student.weights.items()}
     student.fit(texts)

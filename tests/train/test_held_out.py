@@ -1,4 +1,4 @@
-"""What held-out answers say of a drafter is what an engine that serves it counts."""
+"""The acceptance computed from held-out answers is what an engine that serves the drafter counts."""
 
 import json
 from collections import Counter
@@ -34,7 +34,7 @@ from heads.modules import module_tensors
 from heads.trained import block_of, eagle_of, heads_of
 from kit.checkpoints import SMALL, TARGET
 from kit.sparse import write_sparse
-from train.material import quiet, source_for
+from train.material import no_report, source_for
 
 DEPTH = 4
 OF_OTHERS = ["early-exit of gemma2", "early-exit of starcoder2"]
@@ -45,7 +45,7 @@ BLOCKS = {
 
 
 def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
-    """One that is right now and then."""
+    """A student some of whose draft tokens are accepted."""
     if kind == "draft":
         return make_student("draft", target, StudentSizes(init=str(SMALL)), 0)
     if kind.startswith("early-exit"):
@@ -93,8 +93,8 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
     target = Blueprint.of(str(model))
     student = student_of(kind, target, tmp_path / "heads")
     source = source_for(student, settings, tmp_path, model)
-    texts = source.held_out(quiet)
-    figures = judge_held_out(source.objective, student, texts, quiet)
+    texts = source.held_out(no_report)
+    figures = judge_held_out(source.objective, student, texts, no_report)
     source.llm.close()
     folder = tmp_path / "drafter"
     folder.mkdir()
@@ -138,10 +138,10 @@ RATIOS = st.floats(1e-6, 10.0)
 
 
 @given(st.lists(st.tuples(RATIOS, RATIOS), min_size=1, max_size=16), st.lists(st.floats(1.0, 17.0), min_size=1))
-def test_the_depth_that_pays_most_is_predicted_and_never_more_than_the_tokens_per_round(
+def test_the_predicted_speedup_is_that_of_the_best_depth_and_at_most_the_tokens_per_round(
     ratios: list[tuple[float, float]], tokens: list[float]
 ) -> None:
-    """However long neighbours on the same cores made each time: a drafted round contains a plain pass."""
+    """Whatever other programs on the same cores did to the times: a drafted round contains a plain pass."""
     passes = {1 + depth: of_pass for depth, (of_pass, _) in enumerate(ratios, start=1)}
     drafts = {depth: of_draft for depth, (_, of_draft) in enumerate(ratios, start=1)}
     costs = RowCosts(2.0, {1: 1.0, **passes}, drafts)
@@ -155,11 +155,11 @@ def test_costs_are_measured_of_untrained_drafts_and_kept(tmp_path: Path) -> None
     target = Blueprint.of(str(TARGET))
     student = make_student("early-exit", target, StudentSizes(exit=3), 0)
     llm = LLM(str(TARGET), max_model_len=64, max_num_seqs=2, prefix_cache=False)
-    costs = costs_of_student(llm, target, student, [(1, 2, 3), (1, 5)], 1.0, 6, quiet)
+    costs = costs_of_student(llm, target, student, [(1, 2, 3), (1, 5)], 1.0, 6, no_report)
     assert costs is not None
     assert sorted(costs.passes) == [1, 2, 3, 5, 7]
     assert costs.passes[1] == 1.0
-    assert costs_of_student(llm, target, student, [(1,) * 60], 1.0, 6, quiet) is None  # no room
+    assert costs_of_student(llm, target, student, [(1,) * 60], 1.0, 6, no_report) is None  # no room
     llm.close()
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(asdict(costs)))

@@ -1,4 +1,4 @@
-"""Which places count and how much, by brute force; drafts that get deeper than what was predicted."""
+"""Which positions count and how much, by brute force; drafts deeper than the predictions."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Fixed(Student):
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 2, 5, 9])], ids=["whole", "part"])
-def test_each_depth_is_compared_with_the_law_and_the_token_that_follow_it(vocabulary: Tensor | None) -> None:
+def test_each_depth_is_compared_with_the_distribution_and_token_that_follow(vocabulary: Tensor | None) -> None:
     settings = TrainSettings(steps=1, loss="ce", temperature=0.5, decay=0.5)
     objective, student = (
         Objective(settings, lambda states: states @ HEAD.T, VOCAB),
@@ -68,14 +68,14 @@ def test_each_depth_is_compared_with_the_law_and_the_token_that_follow_it(vocabu
     assert figures.num_places == len(overlaps)
 
 
-def test_ids_that_no_token_has_are_in_neither_law() -> None:
+def test_unused_ids_have_no_probability_in_either_distribution() -> None:
     objective = Objective(TrainSettings(steps=1), lambda states: states @ HEAD.T, VOCAB - 3)
     law = objective.law_of(torch.randn(2, VOCAB))
     assert law.shape == (2, VOCAB - 3)
     assert torch.allclose(law.exp().sum(1), torch.ones(2))
 
 
-def test_d_pace_is_how_much_the_length_of_drafts_depends_on_a_place() -> None:
+def test_d_pace_weights_are_sums_of_the_probabilities_of_reaching_each_depth() -> None:
     dice = torch.Generator().manual_seed(4)
     overlaps = [torch.rand(1, 6, generator=dice) for _ in range(4)]
     counted = [torch.arange(6)[None] + d < 6 for d in range(4)]
@@ -90,7 +90,7 @@ def test_d_pace_is_how_much_the_length_of_drafts_depends_on_a_place() -> None:
             assert float(found[d][0, root]) == pytest.approx(expected)
 
 
-def test_deeper_guesses_are_the_deepest_prediction_further_on_and_their_weights_come_back_there() -> None:
+def test_deeper_draft_tokens_use_the_deepest_prediction_of_later_roots_and_weights_return_there() -> None:
     """`gathered` is the adjoint of `deepened`: both give the same sum over all depths."""
     dice = torch.Generator().manual_seed(2)
     values = [torch.rand(2, 7, generator=dice) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Muon in float32 beside torch's, which multiplies in bfloat16."""
+"""Muon in float32 compared with torch's, which multiplies in bfloat16."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)  # torch's
 
 
 def moved(kind: type[torch.optim.Muon], shape: tuple[int, int], split: int = 5) -> Tensor:
-    """A matrix behind five steps; behind `split` of them the optimizer is another one with the state of the first."""
+    """A matrix after five steps; after `split` of them another optimizer takes over with the state of the first."""
     dice = torch.Generator().manual_seed(sum(shape))
     weight = torch.randn(shape, generator=dice).requires_grad_()
     own = kind([weight], lr=0.02, momentum=0.95, weight_decay=0.01)
@@ -25,13 +25,13 @@ def moved(kind: type[torch.optim.Muon], shape: tuple[int, int], split: int = 5) 
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (24, 80), (1, 16), (16, 1)])
-def test_it_moves_as_torchs_does(shape: tuple[int, int]) -> None:
+def test_its_steps_are_those_of_torch(shape: tuple[int, int]) -> None:
     found, expected = moved(Float32Muon, shape), moved(torch.optim.Muon, shape)
     begin = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     assert (found - expected).norm() < 0.02 * (expected - begin).norm()
 
 
-def test_it_goes_on_from_its_state_and_from_torchs() -> None:
+def test_it_continues_from_its_own_state_and_from_torchs() -> None:
     for split in range(1, 5):
         assert torch.equal(moved(Float32Muon, (16, 24), split), moved(Float32Muon, (16, 24)))
     theirs = torch.optim.Muon([torch.ones(2, 2, requires_grad=True)]).state_dict()
@@ -50,7 +50,7 @@ def test_singular_vectors_stay_and_values_come_near_one(shape: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_it_is_taken_where_bfloat16_is_slow(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_used_where_bfloat16_is_slow(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "has_bfloat16_linears", lambda: fast)
     kinds = [type(own) for own in build_optimizers({"a": torch.ones(3, 3), "b": torch.ones(3)}, 0.01)]
     assert kinds == [torch.optim.Muon if fast else Float32Muon, torch.optim.AdamW]

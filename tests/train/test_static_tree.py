@@ -18,12 +18,12 @@ from forerun.train.held_out import MOST_CHILDREN, accuracies, judge_held_out, li
 from forerun.train.settings import TrainSettings
 from heads.trained import heads_of
 from kit.checkpoints import TARGET
-from train.material import quiet, source_for
+from train.material import no_report, source_for
 from train.test_held_out import student_of
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_nodes_are_the_worthiest_of_all_that_there_could_be(seed: int) -> None:
+def test_the_tree_has_the_likeliest_nodes_of_all_possible_ones(seed: int) -> None:
     dice = random.Random(seed)
     shares = [sorted((dice.random() for _ in range(3)), reverse=True) for _ in range(3)]
     every = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
@@ -37,20 +37,20 @@ def test_the_nodes_are_the_worthiest_of_all_that_there_could_be(seed: int) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
-def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape(
+def test_accuracies_are_those_of_the_draft_tokens_and_an_engine_accepts_more_in_the_trees_shape(
     temperature: float, tmp_path: Path
 ) -> None:
     settings = TrainSettings(steps=1, max_tokens=32, held_out=6, temperature=temperature, draft_depth=3)
     target = Blueprint.of(str(TARGET))
     student = student_of("medusa", target, tmp_path / "heads")
     source = source_for(student, settings, tmp_path)
-    objective, texts = source.objective, source.held_out(quiet)
+    objective, texts = source.objective, source.held_out(no_report)
     shares = accuracies(objective, student, texts)
-    first = judge_held_out(objective, student, texts, quiet)
+    first = judge_held_out(objective, student, texts, no_report)
     source.llm.close()
-    assert [len(own) for own in shares] == [MOST_CHILDREN] * 3
-    assert all(0 <= share <= 1 for own in shares for share in own)
-    assert all(sum(own) <= 1 for own in shares)
+    assert [len(by_rank) for by_rank in shares] == [MOST_CHILDREN] * 3
+    assert all(0 <= share <= 1 for by_rank in shares for share in by_rank)
+    assert all(sum(by_rank) <= 1 for by_rank in shares)
     assert shares[0][0] == pytest.approx(first.acceptance_at_depth[0], abs=0.15)
     folder = heads_of(TARGET, tmp_path / "heads", 3)
     accepted = []
@@ -64,19 +64,19 @@ def test_shares_are_those_of_the_guesses_and_an_engine_accepts_more_in_its_shape
     assert accepted[1] > 1.1 * accepted[0]
 
 
-def test_a_guess_is_ranked_by_where_it_is_among_those_drawn(tmp_path: Path) -> None:
+def test_a_tokens_rank_is_its_place_among_the_draft_tokens(tmp_path: Path) -> None:
     settings = TrainSettings(steps=1, max_tokens=12, held_out=2, temperature=0.0)
     student = student_of("medusa", Blueprint.of(str(TARGET)), tmp_path / "heads")
     source = source_for(student, settings, tmp_path)
-    objective, text = source.objective, source.held_out(quiet)[0]
+    objective, text = source.objective, source.held_out(no_report)[0]
     source.llm.close()
     logits = torch.zeros(1, len(text.roots), objective.num_ids)
-    told = torch.tensor(text.tokens[text.num_prompt :])
+    answer_tokens = torch.tensor(text.tokens[text.num_prompt :])
     for rank in range(4):
         logits.zero_()
-        for place, token in enumerate(told.tolist()):
+        for place, token in enumerate(answer_tokens.tolist()):
             others = [t for t in range(3, 10) if t != token][:rank]
             logits[0, place, others], logits[0, place, token] = 5.0, 4.0
-        found = ranks_of(objective, student, text, logits, 1, 4)[: len(told)]
-        assert found.tolist() == [rank] * len(told)
-        assert json.dumps(found.tolist())
+        ranks = ranks_of(objective, student, text, logits, 1, 4)[: len(answer_tokens)]
+        assert ranks.tolist() == [rank] * len(answer_tokens)
+        assert json.dumps(ranks.tolist())

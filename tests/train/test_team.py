@@ -36,26 +36,26 @@ def command(folder: Path, *more: str, together: bool) -> list[str]:
 
 @pytest.mark.full
 def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
-    """From the same answers in every step, so to the same weights but for the order of sums; and one of them tells."""
-    told = {
+    """From the same answers in every step, so to the same weights up to the order of sums; only one process reports."""
+    reports = {
         name: json.loads(finish(command(tmp_path / name, "--steps", "6", together=name == "two")))
         for name in ("one", "two")
     }
-    assert told["two"]["folder"] == str(tmp_path / "two")
-    assert (told["two"]["steps"], told["two"]["processes"]) == (6, 2)
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in told)
+    assert reports["two"]["folder"] == str(tmp_path / "two")
+    assert (reports["two"]["steps"], reports["two"]["processes"]) == (6, 2)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in reports)
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, atol=2e-3, rtol=0)
     for keys in (("loss",), ("overlap",), ("held_out", "overlap")):
-        logs = [series(Journal.read(tmp_path / name / "train.jsonl").entries, *keys) for name in told]
+        logs = [series(Journal.read(tmp_path / name / "train.jsonl").entries, *keys) for name in reports]
         assert [step for step, _ in logs[0]] == [step for step, _ in logs[1]]
         assert [value for _, value in logs[0]] == pytest.approx([value for _, value in logs[1]], rel=1e-3)
-    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in told]
+    files = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in reports]
     assert files[0] == files[1]
 
 
 @pytest.mark.full
-def test_a_team_that_is_killed_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+def test_processes_that_are_killed_continue_to_the_same_weights(tmp_path: Path) -> None:
     more = ["--steps", "60", "--checkpoint-every", "1"]
     folder = tmp_path / "out"
     finish(command(tmp_path / "whole", *more, together=True))
@@ -85,7 +85,7 @@ def test_two_processes_choose_the_draft_vocabulary_that_one_chooses(tmp_path: Pa
     assert found[0] == found[1]
 
 
-def test_shares_are_all_answers_and_no_answer_twice() -> None:
+def test_the_processes_shares_hold_every_answer_once() -> None:
     shares = [Team(3, rank).numbers(range(8)) for rank in range(3)]
     assert sorted(chain(*shares)) == list(range(24))
     for step in range(2):  # of four answers each
@@ -101,7 +101,7 @@ def test_a_batch_that_cannot_be_shared_is_refused() -> None:
         Team(3).own_share(TrainSettings(batch=8))
 
 
-def test_each_process_has_a_gpu_of_its_own() -> None:
+def test_each_process_uses_another_gpu() -> None:
     placed = [Team(2, rank, rank).placed(ModelSpec("x", device="cuda")).device for rank in range(2)]
     assert placed == ["cuda:0", "cuda:1"]
     for spec in (ModelSpec("x"), ModelSpec("x", device="cuda:1")):

@@ -1,4 +1,4 @@
-"""`forerun train` from end to end: what it writes, what that is worth, what it refuses, how it goes on after a kill."""
+"""`forerun train` from end to end: what it writes, how good that is, what it refuses, how it continues after a kill."""
 
 import json
 import os
@@ -54,7 +54,7 @@ Trained = Callable[[str], tuple[Path, dict[str, object]]]
 
 @pytest.fixture(scope="module")
 def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A trained drafter of each kind: its folder, and what the command said of it."""
+    """A trained drafter of each kind: its folder, and the command's report."""
     made: dict[str, tuple[Path, dict[str, object]]] = {}
 
     def train(kind: str) -> tuple[Path, dict[str, object]]:
@@ -66,7 +66,9 @@ def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
             assert result.exit_code == 0, result.output
             steps = int(KINDS[kind][-1])
             shown = re.findall(r"^step (\d+), (\d+) % done: .* accepted at depth 1", result.stderr, re.MULTILINE)
-            assert [int(step) for step, _ in shown] == [*range(0, steps, 15), steps], "no terminal, but a line a look"
+            assert [int(step) for step, _ in shown] == [*range(0, steps, 15), steps], (
+                "without a terminal, one line per evaluation"
+            )
             assert shown[-1][1] == "100"
             made[kind] = folder, json.loads(result.stdout)
         return made[kind]
@@ -83,20 +85,20 @@ def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         *(pytest.param(kind, marks=pytest.mark.full) for kind in ("block", "eagle", "medusa", "mtp")),
     ],
 )
-def test_it_drafts_better_than_before_says_what_it_did_and_keeps_it(kind: str, trained: Trained) -> None:
-    folder, told = trained(kind)
+def test_a_trained_drafter_is_better_than_untrained_and_its_training_is_recorded(kind: str, trained: Trained) -> None:
+    folder, report = trained(kind)
     steps = int(KINDS[kind][-1])
-    before, now = told["untrained"], told["trained"]
+    before, now = report["untrained"], report["trained"]
     assert isinstance(before, dict)
     assert isinstance(now, dict)
-    drafted, accepted = answers(str(told["draft"]))
+    drafted, accepted = answers(str(report["draft"]))
     assert drafted == answers(None)[0]
     assert accepted > before["acceptance_at_depth"][0] + 0.02
     assert now["overlap"] > before["overlap"] + 0.03
     assert now["tokens_per_round"][1] > before["tokens_per_round"][1]
-    assert told["steps"] == steps
-    assert told["stopped"] == "all steps are taken"
-    assert told["predicted"]["speed_up"] > 0  # type: ignore[index]
+    assert report["steps"] == steps
+    assert report["stopped"] == "all steps are taken"
+    assert report["predicted"]["speed_up"] > 0  # type: ignore[index]
     log = Journal.read(folder / "train.jsonl").entries
     looks = series(log, "held_out", "overlap")
     assert [step for step, _ in looks] == [*range(0, steps, 15), steps]
@@ -107,12 +109,12 @@ def test_it_drafts_better_than_before_says_what_it_did_and_keeps_it(kind: str, t
     assert len(svg.findall(".//{*}polyline")) >= 5
     record = DrafterRecord.read(folder)
     assert record is not None
-    assert str(record.spec(folder)) == told["draft"]
-    assert str(folder) in str(told["draft"])
+    assert str(record.spec(folder)) == report["draft"]
+    assert str(folder) in str(report["draft"])
     target = Blueprint.of(str(TARGET))
     assert (record.target, record.model) == (target.weights_digest(), target.norms_digest())
     assert list(record.tokens_per_round) == now["tokens_per_round"]
-    assert record.speed_up == told["predicted"]["speed_up"]  # type: ignore[index]
+    assert record.speed_up == report["predicted"]["speed_up"]  # type: ignore[index]
     assert not list(folder.glob(".*"))
     at_once = kind in ("medusa", "block")
     assert (folder / TREE).exists() == at_once
@@ -120,7 +122,9 @@ def test_it_drafts_better_than_before_says_what_it_did_and_keeps_it(kind: str, t
         assert 1 <= StaticTree.load(folder / TREE).depth <= len(now["tokens_per_round"])
 
 
-def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, prompts: Path, tmp_path: Path) -> None:
+def test_a_finished_training_is_reported_again_and_not_repeated(
+    trained: Trained, prompts: Path, tmp_path: Path
+) -> None:
     folder, _ = trained("early-exit")
     other = tmp_path / "other.txt"
     other.write_text("Lily found a big red ball.\nTom sat.\n" * 8)
@@ -138,7 +142,7 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
     assert f"×{record.speed_up:.2f} predicted" in result.stderr
     assert f"×{record.speed_up:.2f} predicted" in result.stdout
     assert {path: path.read_bytes() for path in before} == before
-    for more, said in (
+    for more, message in (
         (["--seed", "1"], "--seed was 0 and is 1"),
         (["--loss", "kl"], "--loss was 'lk-lambda' and is 'kl'"),
         (["--exit", "2"], "(exit_layer was 3 and is 2)"),
@@ -147,16 +151,16 @@ def test_a_finished_training_is_told_again_and_not_done_again(trained: Trained, 
         (["--data", str(other)], "has another training (other data)"),
     ):
         refused = refusal("train", *arguments, *more)
-        assert said in refused
+        assert message in refused
         assert "--force" in refused
     assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.full
-def test_a_training_that_is_over_goes_on_with_more_steps(
+def test_a_finished_training_continues_with_more_steps(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the same weights also where it is killed on its way; one that is not over has to come to its end first."""
+    """To the same weights also where it is killed meanwhile; an unfinished training must be finished first."""
     few, save, killed_at = ["-n", "8", "--checkpoint-every", "1", "--data", str(prompts)], TrainFolder.save, [-1]
 
     def saving(own: TrainFolder, state: TrainState) -> None:
@@ -179,16 +183,16 @@ def test_a_training_that_is_over_goes_on_with_more_steps(
     assert DrafterRecord.read(tmp_path / "a") is not None
     killed_at[0] = 4
     assert trained_to(5, "b").exit_code != 0
-    told = trained_to(6, "b")
-    assert told.exit_code == 2
-    assert "with --steps 5: finish it with --steps 5 first" in told.stderr.replace("\n", " ")
+    result = trained_to(6, "b")
+    assert result.exit_code == 2
+    assert "with --steps 5: finish it with --steps 5 first" in result.stderr.replace("\n", " ")
     killed_at[0] = -1
     assert "resumes at step 4: " in trained_to(5, "b").stderr
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert contents(tmp_path / "a")["last"] != short["last"]
 
 
-def test_a_training_is_longer_only_behind_its_end(tmp_path: Path) -> None:
+def test_only_a_finished_training_may_be_given_more_steps(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     about = {"settings": {"steps": 3, "hours": None, "rate": 1.0}}
     longer, other = ({"settings": about["settings"] | more} for more in ({"steps": 5}, {"steps": None, "hours": 9.0}))
@@ -217,8 +221,8 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
     (mine / "config.json").write_text("precious")
     (mine / "thesis.txt").write_text("years of work")
     arguments = ["early-exit", *QUICK, "--steps", "1", "--data", str(prompts), "--out", str(mine)]
-    said = refusal("train", *arguments)
-    assert "contains config.json, thesis.txt: name another folder with --out, or overwrite it with --force" in said
+    message = refusal("train", *arguments)
+    assert "contains config.json, thesis.txt: name another folder with --out, or overwrite it with --force" in message
     assert sorted(path.name for path in mine.iterdir()) == ["config.json", "thesis.txt"]
     assert (mine / "config.json").read_text() == "precious"
     assert command("train", *arguments, "--force").exit_code == 0
@@ -227,7 +231,7 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "pattern"),
     [
         (["medusae"], "kind: 'medusae' is not known: did you mean medusa"),
         (["medusa", "--exit", "2"], "exit: 2 is no option of medusa, which has --heads"),
@@ -250,16 +254,16 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
     ],
 )
 def test_mistakes_are_one_line_before_anything_is_written(
-    arguments: list[str], said: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], pattern: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = refusal("train", *arguments, "--model", str(TARGET), "--data", str(prompts), "--out", "out")
-    assert re.search(said, told), told
+    message = refusal("train", *arguments, "--model", str(TARGET), "--data", str(prompts), "--out", "out")
+    assert re.search(pattern, message), message
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.full
-def test_a_cache_changes_no_weight_and_spares_the_generation(
+def test_a_cache_changes_no_weight_and_saves_the_generation(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = ["--steps", "3", "-n", "8", "--place-weights", "d-pace", "--data", str(prompts)]
@@ -282,25 +286,25 @@ def test_a_cache_changes_no_weight_and_spares_the_generation(
     assert generated == [6, 32, 6, 32, 6]  # held-out answers are generated in each run
 
 
-def test_hours_end_a_training_too(prompts: Path, tmp_path: Path) -> None:
+def test_a_time_limit_ends_a_training(prompts: Path, tmp_path: Path) -> None:
     arguments = ["-n", "8", "--hours", "0.0001", "--data", str(prompts), "--out", str(tmp_path / "out"), "--json"]
-    told = json.loads(command("train", "early-exit", *QUICK, *arguments).stdout)
-    assert told["stopped"] == "the time is over"
-    assert told["steps"] > 0
-    assert told["seconds"] >= 0.36
+    report = json.loads(command("train", "early-exit", *QUICK, *arguments).stdout)
+    assert report["stopped"] == "the time is over"
+    assert report["steps"] > 0
+    assert report["seconds"] >= 0.36
 
 
-def test_it_stops_early_where_held_out_acceptance_does_not_rise(prompts: Path, tmp_path: Path) -> None:
+def test_it_stops_early_when_held_out_acceptance_no_longer_rises(prompts: Path, tmp_path: Path) -> None:
     more = ["--steps", "400", "--look-every", "2", "--patience", "3", "--rate", "1e-9", "-n", "8"]
     result = command(
         "train", "early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"), "--json"
     )
-    told = json.loads(result.stdout)
-    assert (told["steps"], told["best_step"]) == (6, 0)
-    assert told["stopped"] == "held-out acceptance has not risen in 3 evaluations"
+    report = json.loads(result.stdout)
+    assert (report["steps"], report["best_step"]) == (6, 0)
+    assert report["stopped"] == "held-out acceptance has not risen in 3 evaluations"
 
 
-def test_a_loss_that_is_no_number_ends_the_training_by_name(
+def test_a_loss_that_is_not_finite_ends_the_training_with_its_name(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LOSSES, "tv", lambda laws, _: laws.overlap / 0 * 0)  # type: ignore[index]
@@ -308,17 +312,17 @@ def test_a_loss_that_is_no_number_ends_the_training_by_name(
     result = command("train", "early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert "the loss of step 5 is nan: train again with a lower --rate than 0.25" in result.stderr.replace("\n", " ")
-    assert answers(f"early-exit:1:{tmp_path / 'out'}")[1] >= 0  # what was best before is there
+    assert answers(f"early-exit:1:{tmp_path / 'out'}")[1] >= 0  # the best weights before that are kept
 
 
 def process_words(prompts: Path, folder: Path) -> list[str]:
-    """The real command, in a process of its own."""
+    """The real command, in a separate process."""
     options = [*QUICK, *KINDS["early-exit"], "--data", str(prompts), "--out", str(folder)]
     return [sys.executable, "-m", "forerun", "train", "early-exit", *options]
 
 
 def kill_at(prompts: Path, folder: Path, ready: Callable[[float], bool]) -> bool:
-    """Begin the command and kill it as soon as this says so, of the seconds so far; whether it was still running."""
+    """Starts the command and kills it when `ready` holds of the seconds since; returns whether it was still running."""
     with open(os.devnull, "wb") as nowhere:
         process = subprocess.Popen(process_words(prompts, folder), env=environment(), stdout=nowhere, stderr=nowhere)
     started_s = time.monotonic()
@@ -331,7 +335,7 @@ def kill_at(prompts: Path, folder: Path, ready: Callable[[float], bool]) -> bool
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What the training made, but for times."""
+    """The files of the training, without times."""
     weights = {name: (folder / name).read_bytes() for name in ("model.safetensors", "config.json")}
     log = [
         {k: v for k, v in json.loads(line).items() if k not in ("seconds", "predicted")}
@@ -348,9 +352,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_ten_kills_at_random_moments_leave_the_same_weights(
     seed: int, trained: Trained, prompts: Path, tmp_path: Path
 ) -> None:
-    """At moments from the start of the process on, among them those at which files are written.
+    """At moments from the start of the process on, also while files are written.
 
-    A run that was over before its moment had come is compared, and another one begins.
+    A run that ended before its moment is compared, and another one begins.
     """
     folder, rng, num_killed = tmp_path / "out", random.Random(time.time_ns() + seed), 0
     started_s = time.monotonic()
@@ -363,7 +367,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
         was_killed = kill_at(prompts, folder, lambda now_s, after_s=after_s: now_s >= after_s)  # type: ignore[misc]
         num_killed += was_killed
         if folder.exists():
-            state = TrainFolder(folder).load()  # never half a one
+            state = TrainFolder(folder).load()  # never a partial file
             assert state is None or not state.stopped or state.step == 16
         if num_killed == 10:
             break
@@ -376,7 +380,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
 
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "lo', '{"step": 9, "loss": 1.0}\n{"step": 10', "\n"])
-def test_what_a_kill_left_behind_the_state_is_dropped(torn: str, tmp_path: Path) -> None:
+def test_journal_lines_after_the_saved_state_are_dropped(torn: str, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     kept = '{"step": 1, "loss": 3.0}\n{"step": 4, "held_out": {"overlap": 0.5}}\n'
     path.write_text(kept + torn)
@@ -386,7 +390,7 @@ def test_what_a_kill_left_behind_the_state_is_dropped(torn: str, tmp_path: Path)
     assert [line["step"] for line in TrainFolder(tmp_path).log(9).entries] == [1, 4, 5]
 
 
-def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
+def test_a_state_is_replaced_as_a_whole_and_damage_is_reported(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path / "out")
     folder.claim({"a": 1}, force=False)
     assert folder.load() is None
@@ -408,7 +412,7 @@ def test_a_state_is_replaced_whole_and_damage_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "inside"])
-def test_a_file_where_a_folder_is_wanted_is_named(below: str, tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_folder_is_reported_by_name(below: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(InvalidRequest, match=f"{file} is not a folder: name another one"):
@@ -416,7 +420,7 @@ def test_a_file_where_a_folder_is_wanted_is_named(below: str, tmp_path: Path) ->
     assert file.read_text() == "mine"
 
 
-def test_an_interrupted_training_says_where_it_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_training_says_where_it_continues(tmp_path: Path) -> None:
     folder = TrainFolder(tmp_path)
     assert folder.next_start() == "starts again, as nothing was saved yet"
     folder.claim({"settings": {}}, force=False)

@@ -95,7 +95,7 @@ def test_a_bad_line_is_reported_by_file_and_line_and_left_out(
     assert re.search(BAD[bad], data.bad[0])
 
 
-def test_more_than_one_in_a_hundred_end_the_training(tmp_path: Path) -> None:
+def test_more_than_one_bad_line_in_a_hundred_ends_the_training(tmp_path: Path) -> None:
     good = [{"prompt": f"Story {i}"} for i in range(198)]
     assert len(read_prompts([lines(tmp_path / "a.jsonl", *good, "{\n", "{\n")], SETTINGS).bad) == 2
     path = lines(tmp_path / "b.jsonl", *good, "{\n", "{\n", "{\n")
@@ -103,7 +103,7 @@ def test_more_than_one_in_a_hundred_end_the_training(tmp_path: Path) -> None:
         read_prompts([path], SETTINGS)
 
 
-def test_what_cannot_be_read_at_all_is_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     latin = tmp_path / "latin.md"
     latin.write_bytes("Größe".encode("latin-1"))
     with pytest.raises(UnusableData, match=r"latin\.md: not UTF-8"):
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_at_all_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"steps": 1, "hours": 1.0}, "hours: it excludes --steps"),
         ({"steps": 0}, "steps: 0"),
@@ -127,8 +127,8 @@ def test_what_cannot_be_read_at_all_is_refused(tmp_path: Path) -> None:
         ({"temperature": -1.0}, "temperature: "),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(values: dict[str, object], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_invalid_settings_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         TrainSettings(**values)  # type: ignore[arg-type]
 
 

@@ -22,7 +22,7 @@ TARGET = torch.tensor([[0.0, 1.0, 2.0], [3.0, -1.0, 0.5]], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"ce", "dspark"}))
-def test_a_loss_is_zero_where_the_laws_are_equal_and_only_there(name: str) -> None:
+def test_a_loss_is_zero_only_where_the_distributions_are_equal(name: str) -> None:
     assert float(loss_of(name, laws_of(TARGET, TARGET + 5))) == pytest.approx(0.0, abs=1e-9)
     assert float(loss_of(name, laws_of(TARGET, -TARGET))) > 0.1
 
@@ -74,7 +74,7 @@ def test_lk_lambda_has_the_gradient_of_its_parts_at_the_share_of_the_moment() ->
     assert torch.allclose(found, parts)
 
 
-def test_in_a_part_of_the_vocabulary_overlaps_are_of_the_law_as_it_is_and_kl_is_of_it_made_whole() -> None:
+def test_in_a_part_of_the_vocabulary_overlaps_use_the_distribution_as_it_is_and_kl_normalises_it() -> None:
     log_p = torch.tensor([[0.2, 0.3]]).log()  # half of the mass is outside
     laws = LawPair(log_p, torch.tensor([[0.4, 0.6]]).log(), torch.tensor([-1]))
     assert float(laws.overlap) == pytest.approx(0.5)

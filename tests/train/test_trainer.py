@@ -1,4 +1,4 @@
-"""The training loop, for any kind: what it reaches, in which format, and that it goes on to the same weights."""
+"""The training loop, for any kind: the loss it reaches, its number format, and that it resumes to the same weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer
 from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
-from train.material import quiet, source_for
+from train.material import no_report, source_for
 
 IDS = 400
 
@@ -38,9 +38,9 @@ def fast() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHeads(Student):
-    """Head d guesses the token d places behind the root, from the state before the root and the root's embedding.
+    """Head d predicts the token d places behind the root, from the state before the root and the root's embedding.
 
-    It notes the number format of its logits, apart for steps and for looks.
+    It records the number format of its logits, separately for steps and evaluations.
     """
 
     kind = "two-heads"
@@ -69,13 +69,13 @@ class TwoHeads(Student):
 def trainer_in(folder: Path, student: Student, source: AnswerSource) -> Trainer:
     place = TrainFolder(folder)
     place.claim(student.description, force=False)
-    return Trainer(student, source, place, source.held_out(quiet), None, quiet)
+    return Trainer(student, source, place, source.held_out(no_report), None, no_report)
 
 
 @pytest.mark.short("decay")
 @pytest.mark.parametrize("place_weights", ["decay", "d-pace"])
 def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: str, tmp_path: Path) -> None:
-    """Another kind needs a class alone: heads on the last state, for two depths and a part of the vocabulary."""
+    """A new kind needs only a class: here heads on the last state, for two depths and a part of the vocabulary."""
     settings = TrainSettings(
         steps=24, max_tokens=24, look_every=12, rate=0.02, draft_depth=3, place_weights=place_weights, held_out=6
     )
@@ -83,7 +83,7 @@ def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: st
     source = source_for(student, settings, tmp_path)
     trainer = trainer_in(tmp_path / "out", student, source)
     before, state = trainer.best, trainer.run()
-    after = judge_held_out(source.objective, student, trainer.held_out, quiet)
+    after = judge_held_out(source.objective, student, trainer.held_out, no_report)
     assert state.stopped == "all steps are taken"
     assert after.overlap > 1.5 * before.overlap
     assert after.tokens_per_round[0] > before.tokens_per_round[0] + 0.03
@@ -96,7 +96,7 @@ def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: st
 
 @pytest.mark.short("True")
 @pytest.mark.parametrize("bfloat16", [False, True])
-def test_products_of_steps_alone_are_in_bfloat16_where_that_is_asked_for(bfloat16: bool, tmp_path: Path) -> None:
+def test_only_products_of_training_steps_are_in_bfloat16_and_only_if_set(bfloat16: bool, tmp_path: Path) -> None:
     settings = TrainSettings(steps=2, batch=2, max_tokens=12, draft_depth=2, held_out=1, bfloat16=bfloat16)
     student = TwoHeads.fresh()
     source = source_for(student, settings, tmp_path)
@@ -148,7 +148,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_weights(
 
 
 @pytest.mark.full
-def test_confidence_learns_the_overlap_of_the_laws(tmp_path: Path) -> None:
+def test_confidence_learns_the_overlap_of_the_distributions(tmp_path: Path) -> None:
     settings = TrainSettings(steps=30, max_tokens=24, look_every=30, held_out=4, rate=0.01)
     sizes = StudentSizes(layers=1, mlp=64, block=4, markov_rank=16)
     student = make_student("block", Blueprint.of(str(TARGET)), sizes, 0)
@@ -175,6 +175,6 @@ def test_confidence_learns_the_overlap_of_the_laws(tmp_path: Path) -> None:
 
 
 def test_early_steps_weigh_more() -> None:
-    """The shares that FastMTP (2509.18362) gives three steps."""
+    """The weights that FastMTP (2509.18362) gives three steps."""
     weights = MtpStudent.depth_weights
     assert [round(each / sum(weights[:3]), 2) for each in weights[:3]] == [0.51, 0.31, 0.18]

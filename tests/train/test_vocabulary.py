@@ -1,4 +1,4 @@
-"""A draft of few tokens has those that the target says most often, and goes on with the same ones."""
+"""A part of the vocabulary has the tokens that the target emits most often, and a resumed training keeps it."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from kit.checkpoints import TARGET
 from kit.command import command
-from train.material import quiet, source_for, write_prompts
+from train.material import no_report, source_for, write_prompts
 from train.test_train_command import QUICK
 
 SETTINGS = TrainSettings(steps=3, batch=4, max_tokens=24, held_out=6)
@@ -30,24 +30,24 @@ def source(tmp_path: Path) -> AnswerSource:
     return source_for(student, SETTINGS, tmp_path)
 
 
-def test_it_has_what_answers_say_most_often_then_prompts_and_then_the_low_ids(
+def test_it_has_the_commonest_tokens_of_answers_then_of_prompts_and_then_the_low_ids(
     source: AnswerSource, tmp_path: Path
 ) -> None:
-    folder, said = TrainFolder(tmp_path / "out"), Counter[int]()
+    folder, emitted = TrainFolder(tmp_path / "out"), Counter[int]()
     for step in range(3):
-        for text in source.of_step(step, quiet):
-            said.update(text.tokens[text.num_prompt :])
+        for text in source.of_step(step, no_report):
+            emitted.update(text.tokens[text.num_prompt :])
     read = Counter(token for prompt in source.data.train for token in prompt)
-    ranked = sorted(range(512), key=lambda token: (-said[token], -read[token], token))
-    for size in (len(said) // 2, len(said.keys() | read) + 5):
+    ranked = sorted(range(512), key=lambda token: (-emitted[token], -read[token], token))
+    for size in (len(emitted) // 2, len(emitted.keys() | read) + 5):
         folder.claim({}, force=True)
-        assert draft_vocabulary(source, size, folder, quiet) == sorted(ranked[:size])
+        assert draft_vocabulary(source, size, folder, no_report) == sorted(ranked[:size])
     source.of_step = None  # type: ignore[assignment,method-assign]
-    assert draft_vocabulary(source, size, folder, quiet) == sorted(ranked[:size]), "an answer is counted again"
+    assert draft_vocabulary(source, size, folder, no_report) == sorted(ranked[:size]), "an answer is counted again"
     with pytest.raises(FolderTaken, match="is damaged: start over with --force"):
-        draft_vocabulary(source, size + 1, folder, quiet)
+        draft_vocabulary(source, size + 1, folder, no_report)
     with pytest.raises(InvalidRequest, match="513 must be at most 512"):
-        draft_vocabulary(source, 513, folder, quiet)
+        draft_vocabulary(source, 513, folder, no_report)
 
 
 @pytest.mark.full
@@ -66,7 +66,7 @@ def test_the_trained_head_is_over_these_tokens(tmp_path: Path) -> None:
     assert command("train", *arguments, "--data", str(prompts), "--out", str(out)).exit_code == 0
 
 
-def test_a_training_says_that_a_large_head_makes_guesses_dear(tmp_path: Path) -> None:
+def test_a_warning_says_that_a_large_head_makes_drafting_expensive(tmp_path: Path) -> None:
     """Before anything is written, and not where the head is a small part of a pass."""
     result = command("train", "mtp", *QUICK, "--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out"))
     assert "output matrix of 512 tokens, 13% of a pass" in result.stderr.replace("\n", " ")
