@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Try the server with clients that others wrote, each in an environment of its own, and print what became of it.
+"""Try the server with clients that others wrote, each in an environment of its own, and print the outcomes.
 
     python tests/clients/run.py                        all clients
     python tests/clients/run.py --only openai,litellm  some of them
@@ -42,7 +42,7 @@ OFFLINE = {  # clients ask nobody but the server
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one thing that a client tried; `message` says what went wrong, if anything did."""
+    """The outcome of one check of a client; `message` is its error, if there is one."""
 
     tried: str
     message: str
@@ -135,8 +135,8 @@ def main() -> int:
         for client in clients:
             for outcome in outcomes(client, server, model, CONTEXT, cache):
                 results.append(outcome)
-                told = f"FAILED  {outcome.tried}: {outcome.message}" if outcome.message else f"ok      {outcome.tried}"
-                print(f"{client.name + ' ' + client.version:{width}}  {outcome.seconds:6.1f} s  {told}", flush=True)
+                line = f"FAILED  {outcome.tried}: {outcome.message}" if outcome.message else f"ok      {outcome.tried}"
+                print(f"{client.name + ' ' + client.version:{width}}  {outcome.seconds:6.1f} s  {line}", flush=True)
     failed = sum(bool(outcome.message) for outcome in results)
     print(f"\n{len(results) - failed} passed, {failed} failed")
     return 1 if failed else 0

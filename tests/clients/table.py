@@ -1,4 +1,4 @@
-"""The clients that are tried, each with the one version that is pinned and what is installed beside it.
+"""The clients that are tried, each with the one version that is pinned and what is installed with it.
 
 What a package needs on its own is what the registry has on the day of the installation; a client whose neighbours must
 be pinned too names them in `beside`.
@@ -39,7 +39,7 @@ class Client:
         return [step for step in (self.first, *rest) if step]
 
 
-TORCH = ("torch==2.13.0",)  # by itself, so that pip takes a build for CPUs where it is told of one
+TORCH = ("torch==2.13.0",)  # by itself, so that pip takes a build for CPUs where it knows an index of them
 VLLM_IMPORTS = ("xgrammar==0.2.8", "apache-tvm-ffi==0.1.15.post2")  # their own needs are large, and not used
 VLLM_NEEDS = """
     aiohttp cachetools cbor2 cloudpickle einops fastapi llguidance msgspec openai openai-harmony partial_json_parser

@@ -41,7 +41,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(llm: LLM, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """The command on a model that is there already; answers go to answers.jsonl beside the prompts."""
+    """The command on a loaded model; answers go to answers.jsonl in the folder of the prompts."""
     monkeypatch.setattr(batch, "build_llm", lambda *_: llm)
 
     def invoke(*more: str, output: str | None = "answers.jsonl", given: list[str] = GIVEN) -> Result:
@@ -62,10 +62,10 @@ def test_answers_are_those_of_single_requests_in_the_order_of_the_input(
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
     assert "6 of 6 lines answered." in result.stderr
-    told = answers(prompts)
-    assert [answer["line"] for answer in told] == [1, 2, 3, 4, 5, 6]
-    assert [answer["id"] for answer in told] == [f"q{i}" for i in range(6)]
-    for i, answer in enumerate(told):
+    answered = answers(prompts)
+    assert [answer["line"] for answer in answered] == [1, 2, 3, 4, 5, 6]
+    assert [answer["id"] for answer in answered] == [f"q{i}" for i in range(6)]
+    for i, answer in enumerate(answered):
         with unchecked():
             (alone,) = llm.generate(STORIES[i], SamplingParams(max_tokens=7, seed=5 + i), speculation=False)
         assert (answer["text"], answer["seed"]) == (alone.outputs[0].text, 5 + i)
@@ -88,7 +88,7 @@ def test_a_file_cut_off_at_any_place_is_completed_to_the_same_file(run: Callable
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 6])
-def test_control_c_keeps_what_is_answered_and_the_rest_comes_out_the_same(
+def test_control_c_keeps_finished_answers_and_a_second_run_completes_the_same_file(
     stop_at: int, run: Callable[..., Result], prompts: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run()
@@ -114,7 +114,7 @@ def test_control_c_keeps_what_is_answered_and_the_rest_comes_out_the_same(
     assert file.read_bytes() == whole
 
 
-def test_a_full_disk_loses_nothing_that_was_answered(
+def test_a_full_disk_loses_no_finished_answer(
     run: Callable[..., Result], prompts: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run()
@@ -142,9 +142,7 @@ def test_a_full_disk_loses_nothing_that_was_answered(
     assert file.read_bytes() == whole
 
 
-def test_lines_that_cannot_be_answered_are_reported_and_can_be_mended(
-    run: Callable[..., Result], prompts: Path
-) -> None:
+def test_invalid_lines_are_reported_and_can_be_corrected(run: Callable[..., Result], prompts: Path) -> None:
     lines = [
         '{"prompt": "One"}',
         "no json",
@@ -194,7 +192,7 @@ def test_other_settings_are_refused_by_name_and_the_file_stays(
     assert file.read_bytes() != before
 
 
-def test_another_drafter_may_finish_what_one_began(run: Callable[..., Result], prompts: Path) -> None:
+def test_a_file_may_be_completed_with_another_drafter(run: Callable[..., Result], prompts: Path) -> None:
     assert run("--draft", "ngram", "--depth", "2").exit_code == 0
     assert run("--depth", "3").exit_code == 0
 
@@ -239,22 +237,22 @@ def test_without_an_output_answers_are_printed(run: Callable[..., Result]) -> No
     assert sorted(json.loads(line)["line"] for line in result.stdout.splitlines()) == [1, 2, 3, 4, 5, 6]
 
 
-def test_json_tells_of_the_batch_and_needs_an_output(run: Callable[..., Result]) -> None:
-    told = json.loads(run("--json").stdout)
-    assert (told["num_lines"], told["num_answered"], told["num_skipped"]) == (6, 6, 0)
-    assert told["stats"]["num_tokens"] > 6
+def test_json_describes_the_batch_and_needs_an_output(run: Callable[..., Result]) -> None:
+    report = json.loads(run("--json").stdout)
+    assert (report["num_lines"], report["num_answered"], report["num_skipped"]) == (6, 6, 0)
+    assert report["stats"]["num_tokens"] > 6
     assert run("--json", output=None).exit_code == 2
     assert "there is a prompt argument as well" in run("Once").stderr
 
 
-@pytest.mark.parametrize(("name", "said"), [("none.jsonl", "cannot be read"), ("a.csv", "ends in '.csv'")])
-def test_an_input_that_is_none_is_refused(name: str, said: str, tmp_path: Path) -> None:
-    told = refusal("generate", "-m", "m", "-i", str(tmp_path / name))
-    assert told.startswith(f"error: input: {tmp_path / name}")
-    assert said in told
+@pytest.mark.parametrize(("name", "reason"), [("none.jsonl", "cannot be read"), ("a.csv", "ends in '.csv'")])
+def test_an_unreadable_input_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+    message = refusal("generate", "-m", "m", "-i", str(tmp_path / name))
+    assert message.startswith(f"error: input: {tmp_path / name}")
+    assert reason in message
 
 
-def test_a_line_with_parameters_of_its_own_is_not_answered_as_if_it_had_none(
+def test_a_line_with_sampling_parameters_is_not_answered_without_them(
     run: Callable[..., Result], prompts: Path
 ) -> None:
     prompts.write_text('{"prompt": "Once", "max_tokens": 3}\n{"prompt": "One", "category": "tales"}\n')

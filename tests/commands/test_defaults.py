@@ -1,4 +1,4 @@
-"""The model's own generation_config.json at the command line: what it settles, how it is shown and dropped."""
+"""The model's generation_config.json at the command line: what it sets, how it is shown and switched off."""
 
 import json
 import shutil
@@ -28,14 +28,14 @@ def generate(model: str, *arguments: str) -> tuple[dict[str, object], str]:
     return json.loads(found.stdout), shown.stderr
 
 
-def test_what_is_not_said_is_the_models_own_and_the_card_says_so(model: str) -> None:
+def test_options_not_given_have_the_models_defaults_and_the_card_shows_them(model: str) -> None:
     answer, card = generate(model)
     assert answer["defaults"] == {"temperature": 0.25, "top_k": 7, "max_tokens": 3}
     assert len(answer["token_ids"]) == 3  # type: ignore[arg-type]
     assert "temperature 0.25, top_k 7, max_tokens 3" in " ".join(card.split())
 
 
-def test_what_is_said_counts_and_one_option_drops_the_defaults(model: str) -> None:
+def test_given_options_override_the_defaults_and_one_option_drops_them(model: str) -> None:
     answer, _ = generate(model, "--max-tokens", "5", "--temperature", "0")
     assert len(answer["token_ids"]) == 5  # type: ignore[arg-type]
     answer, card = generate(model, "--generation-config", "none", "--max-tokens", "4")
@@ -44,7 +44,7 @@ def test_what_is_said_counts_and_one_option_drops_the_defaults(model: str) -> No
     assert "defaults" not in card
 
 
-def test_the_models_stop_strings_end_answers_unless_others_are_asked_for(model: str) -> None:
+def test_the_models_stop_strings_end_answers_unless_others_are_given(model: str) -> None:
     whole, _ = generate(model, "--max-tokens", "12")
     text = str(whole["text"])
     path = Path(model) / "generation_config.json"

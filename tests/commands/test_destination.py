@@ -1,4 +1,4 @@
-"""What commands write: checked before any work, whole or not at all; and --json means one thing in all of them."""
+"""What commands write: checked before any work, whole or not at all; --json has one meaning in all of them."""
 
 import errno
 import json
@@ -21,7 +21,7 @@ from kit.command import command, refusal
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 
 
-def test_a_file_is_written_with_nothing_beside_it(tmp_path: Path) -> None:
+def test_writing_a_file_leaves_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     Destination("output", path).write("text")
     assert path.read_text() == "text"
@@ -39,7 +39,7 @@ def umask() -> int:
     return before
 
 
-def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "link.json").symlink_to(tmp_path / "far" / "real.json")
     Destination("output", tmp_path / "link.json").write("text")
@@ -56,7 +56,7 @@ def test_a_device_is_written_to_and_not_replaced() -> None:
 
 
 @pytest.mark.parametrize("call", ["write_bytes", "fsync", "replace"])
-def test_a_failure_leaves_what_was_there(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_the_file_as_it_was(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     path.write_text("before")
     goal = Destination("output", path)
@@ -73,16 +73,16 @@ def test_a_failure_leaves_what_was_there(call: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "reason"),
     [
         ("no/a.json", "the folder .*/no does not exist"),
         (".", "is a folder: name a file in it"),
         ("f/a.json", "f does not"),
     ],
 )
-def test_what_cannot_be_written_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
+def test_an_unwritable_destination_is_refused_at_once(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "f").touch()
-    with pytest.raises(InvalidRequest, match=f"^output: .*{said}"):
+    with pytest.raises(InvalidRequest, match=f"^output: .*{reason}"):
         Destination("output", tmp_path / name)
 
 
@@ -119,7 +119,7 @@ def lines(tmp_path: Path) -> dict[str, list[str]]:
 
 @pytest.mark.short("generate", "bench")
 @pytest.mark.parametrize("name", ["generate", "trace", "prove", "bench", "widen"])
-def test_json_is_one_line_instead_and_output_a_file_beside(
+def test_json_prints_one_line_and_output_writes_a_file(
     name: str, lines: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.bench.measure.bandwidth_bytes_per_s", lambda *_, **__: 1e9)
@@ -131,22 +131,22 @@ def test_json_is_one_line_instead_and_output_a_file_beside(
     assert (tmp_path / "both.json").read_text() == both.stdout
     if name == "widen":
         lines[name][-1] += "r"
-    shown = command(name, *lines[name], "--output", str(tmp_path / "beside.json"))
+    shown = command(name, *lines[name], "--output", str(tmp_path / "report.json"))
     assert "{" not in shown.stdout
-    told = json.loads((tmp_path / "beside.json").read_text())
-    assert named(told) == named(json.loads(both.stdout))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert named(report) == named(json.loads(both.stdout))
 
 
-def named(told: Any) -> Any:
+def named(report: Any) -> Any:
     """The names in an object, at all depths."""
-    if isinstance(told, dict):
-        return {name: named(value) for name, value in told.items()}
-    return [named(value) for value in told[:1]] if isinstance(told, list) else None
+    if isinstance(report, dict):
+        return {name: named(value) for name, value in report.items()}
+    return [named(value) for value in report[:1]] if isinstance(report, list) else None
 
 
 @pytest.mark.parametrize("name", ["generate", "trace", "prove", "bench", "widen", "demo"])
 @pytest.mark.parametrize("option", ["--output", "--svg", "--picture"])
-def test_no_command_works_before_its_files_can_be_written(
+def test_commands_check_their_files_before_any_work(
     name: str, option: str, lines: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything that would take time comes after the imports of a command."""
@@ -157,8 +157,8 @@ def test_no_command_works_before_its_files_can_be_written(
         raise AssertionError("the command has begun")
 
     monkeypatch.setattr(f"forerun.commands.{name}.importing", begun)
-    said = refusal(name, *lines.get(name, []), option, "/no/such/folder/file.png")
-    assert said.startswith(f"error: {option[2:]}: the folder /no/such/folder does not exist")
+    message = refusal(name, *lines.get(name, []), option, "/no/such/folder/file.png")
+    assert message.startswith(f"error: {option[2:]}: the folder /no/such/folder does not exist")
 
 
 def test_a_path_that_the_system_refuses_is_named(tmp_path: Path) -> None:

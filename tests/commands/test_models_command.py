@@ -23,7 +23,7 @@ def invoke(*arguments: str, columns: str = "200") -> Result:
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty caches, of forerun and of the hub."""
+    """Empty caches of forerun and of the hub."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path
@@ -36,7 +36,7 @@ def put_in_hub(machine: Path, name: str, folder: Path) -> Path:
     return place
 
 
-def test_what_is_said_of_a_model_holds_when_it_is_run(machine: Path) -> None:
+def test_the_description_of_a_model_holds_when_it_is_run(machine: Path) -> None:
     """Sizes are those of its plan, and each drafter drafts the tokens of plain decoding."""
     put_in_hub(machine, "owner/small", SMALL)
     found = json.loads(invoke(str(TARGET), "--json", "--dtype", "float32").stdout)
@@ -68,7 +68,7 @@ def test_draft_models_are_those_with_its_tokenizer_and_a_third_of_its_size_at_mo
     assert not {"model:stdlib", "model:stdlib-middle", "model:stdlib-draft-1024"} & set(found)
 
 
-def test_what_is_broken_in_the_hubs_cache_is_in_nobodys_way(machine: Path) -> None:
+def test_broken_entries_of_the_hubs_cache_are_skipped(machine: Path) -> None:
     """A model without a tokenizer, and a download whose files are links to nothing."""
     draft = put_in_hub(machine, "owner/draft", Path(str(find_checkpoint("stdlib-draft"))))
     for file in draft.glob("tokenizer*"):
@@ -81,7 +81,7 @@ def test_what_is_broken_in_the_hubs_cache_is_in_nobodys_way(machine: Path) -> No
     assert "model:owner/draft" not in found
 
 
-def test_the_list_has_what_ships_what_the_hub_left_here_and_files_that_were_used(machine: Path) -> None:
+def test_the_list_has_bundled_models_those_of_the_hubs_cache_and_files_that_were_used(machine: Path) -> None:
     put_in_hub(machine, "owner/small", SMALL)
     (put_in_hub(machine, "owner/broken", SMALL) / "model.safetensors").write_bytes(b"cut off")
     file = stories(machine / "tiny.gguf")
@@ -104,7 +104,7 @@ def test_the_list_has_what_ships_what_the_hub_left_here_and_files_that_were_used
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_what_it_says_to_type_is_a_command(chat: bool, machine: Path) -> None:
+def test_the_printed_command_runs(chat: bool, machine: Path) -> None:
     """A conversation where the model has a template, and else a text."""
     folder = shutil.copytree(TARGET, machine / "a model")
     if chat:

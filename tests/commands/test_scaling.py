@@ -1,4 +1,4 @@
-"""The commands of docs/scaling.md by which ranks share a model say what one process says."""
+"""The commands of docs/scaling.md in which ranks share a model print what one process prints."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def asked(line: list[str]) -> Any:
 
 
 @pytest.mark.full
-def test_a_command_on_ranks_says_what_it_says_alone() -> None:
+def test_a_command_on_several_ranks_prints_the_same_as_on_one() -> None:
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^forerun (generate .*--tensor-parallel .*)$", page, re.MULTILINE)
     line = shlex.split(command)
@@ -38,7 +38,7 @@ def test_a_command_on_ranks_says_what_it_says_alone() -> None:
 
 @pytest.mark.full
 @needs_namespaces
-def test_ranks_of_two_machines_say_what_one_process_says() -> None:
+def test_ranks_of_two_machines_print_the_same_as_one_process() -> None:
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
     lines = re.findall(r"^torchrun (.*)$", page, re.MULTILINE)
     body = {"prompt": "Once upon a time", "max_tokens": 40, "seed": 3, "temperature": 0.8}

@@ -1,4 +1,4 @@
-"""Drafts for another engine: its rows are known by their texts alone, and its times say how far to draft."""
+"""Drafts for another engine: its rows are known by their texts only, and its times determine the depth."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from kit.checkpoints import TARGET
 VOCAB, LONGEST, DEPTH, MOST_ROWS = 40, 160, 4, 6
 
 
-def vllm_config(most_guesses: int = DEPTH, **options: object) -> SimpleNamespace:
-    """What vLLM gives a proposer, as far as it is looked at."""
+def vllm_config(most_drafted: int = DEPTH, **options: object) -> SimpleNamespace:
+    """vLLM's configuration, as far as a proposer reads it."""
     return SimpleNamespace(
         additional_config={"forerun": options} if options else {},
-        speculative_config=SimpleNamespace(num_speculative_tokens=most_guesses),
+        speculative_config=SimpleNamespace(num_speculative_tokens=most_drafted),
         model_config=SimpleNamespace(
             tokenizer=str(TARGET), model=str(TARGET), get_vocab_size=lambda: VOCAB, max_model_len=LONGEST
         ),
@@ -57,11 +57,11 @@ class ToyEngine:
         self.dice, self.proposer = random.Random(seed), proposer
         self.rows: list[Request] = []
         self.waiting: list[Request] = []
-        self.guesses: dict[int, list[int]] = {}
+        self.drafts: dict[int, list[int]] = {}
         self.buffer = np.zeros((MOST_ROWS, LONGEST + DEPTH), np.int32)
 
     def step(self) -> tuple[list[Request], list[list[int]]]:
-        """One step; the rows that drew tokens, and what is guessed for them."""
+        """One step; returns the rows that drew tokens and their drafts."""
         dice = self.dice
         self.rows = [row for row in self.rows if row.length < row.end]
         if self.rows and dice.random() < 0.1:
@@ -74,15 +74,15 @@ class ToyEngine:
             i, j = dice.sample(range(len(self.rows)), 2)
             self.rows[i], self.rows[j] = self.rows[j], self.rows[i]
         new: list[list[int]] = []
-        self.buffer[:] = dice.randrange(VOCAB)  # what is behind a text says nothing
+        self.buffer[:] = dice.randrange(VOCAB)  # the buffer behind a text is arbitrary
         for number, row in enumerate(self.rows):
             if row.unread:
                 row.unread -= 1
                 new.append([])
             else:
                 following = row.whole[row.length : row.end]
-                guessed, kept = self.guesses.get(id(row), []), 0
-                while kept < min(len(guessed), len(following) - 1) and guessed[kept] == following[kept]:
+                draft, kept = self.drafts.get(id(row), []), 0
+                while kept < min(len(draft), len(following) - 1) and draft[kept] == following[kept]:
                     kept += 1
                 new.append(following[: kept + 1])
                 row.length += kept + 1
@@ -91,14 +91,14 @@ class ToyEngine:
         drafts = self.proposer.propose(new, lengths, self.buffer, slot_mappings=None)
         assert len(drafts) == len(self.rows)
         assert not self.proposer.rounds.broken
-        self.guesses = {id(row): draft for row, draft in zip(self.rows, drafts, strict=True)}
+        self.drafts = {id(row): draft for row, draft in zip(self.rows, drafts, strict=True)}
         drew = [i for i, tokens in enumerate(new) if tokens]
         assert not any(drafts[i] for i in range(len(drafts)) if i not in drew)
         return [self.rows[i] for i in drew], [drafts[i] for i in drew]
 
 
-def told_at_once(drafter: Drafter, text: Sequence[int], depth: int) -> list[int]:
-    """The chain of a fresh drafter that is told a whole text."""
+def observed_at_once(drafter: Drafter, text: Sequence[int], depth: int) -> list[int]:
+    """The chain of a fresh drafter that observes a whole text at once."""
     drafter.observe(Committed([0], list(text[:-1]), [0, len(text) - 1], [text[-1]]))
     limit = drafter.outlook([0]).limit[0]
     if not min(limit, depth):
@@ -115,15 +115,15 @@ FRESH: dict[str, Callable[[], Drafter]] = {
 }
 
 
-def wrong_guesses(draft: str, seed: int, num_steps: int = 150) -> tuple[int, int]:
-    """How many drafts in a random run are not those of a drafter that is told the row's text at once; and all."""
+def wrong_drafts(draft: str, seed: int, num_steps: int = 150) -> tuple[int, int]:
+    """How many drafts in a random run are not those of a drafter that observes the row's text at once; and all."""
     engine = ToyEngine(Proposer(vllm_config(draft=draft, speculation=DEPTH, share_answers=False)), seed)
     wrong = count = 0
     for _ in range(num_steps):
-        for row, guesses in zip(*engine.step(), strict=True):
+        for row, draft_tokens in zip(*engine.step(), strict=True):
             room = max(0, min(DEPTH, LONGEST - row.length - 1))
-            wrong += guesses != told_at_once(FRESH[draft](), row.text, room)
-            count += bool(guesses)
+            wrong += draft_tokens != observed_at_once(FRESH[draft](), row.text, room)
+            count += bool(draft_tokens)
     return wrong, count
 
 
@@ -131,20 +131,20 @@ def wrong_guesses(draft: str, seed: int, num_steps: int = 150) -> tuple[int, int
 @pytest.mark.parametrize("draft", FRESH)
 @pytest.mark.short("ngram-0", "suffix-1")
 def test_a_draft_is_a_function_of_the_rows_text_however_rows_move(draft: str, seed: int) -> None:
-    wrong, count = wrong_guesses(draft, seed)
+    wrong, count = wrong_drafts(draft, seed)
     assert count > 100
     assert wrong == 0
 
 
 @pytest.mark.parametrize("mistake", ["any", "by number"])
-def test_a_mistake_in_telling_texts_apart_is_noticed(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+def test_a_fault_in_distinguishing_texts_is_detected(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
     """By length alone; or by the row's number with the last token."""
     begins = {
         "any": lambda text, row: len(text.ids) <= len(row),
         "by number": lambda text, row: len(text.ids) <= len(row) and row[len(text.ids) - 1] == text.ids[-1],
     }
     monkeypatch.setattr(KnownText, "begins", begins[mistake])
-    assert wrong_guesses("ngram", 0)[0] > 0
+    assert wrong_drafts("ngram", 0)[0] > 0
 
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "mix[ngram,suffix]"])
@@ -163,29 +163,29 @@ def test_the_state_of_ended_requests_is_dropped(draft: str) -> None:
 
 
 def test_answers_are_shared_or_not() -> None:
-    """A second request with another prompt is guessed by the first one's answer, if that is allowed."""
+    """A second request with another prompt is drafted from the first one's answer, if that is allowed."""
     answer = [(7 * i) % VOCAB for i in range(30)]
     for shared in (True, False):
         proposer, buffer = Proposer(vllm_config(draft="suffix", share_answers=shared)), np.zeros((1, LONGEST), np.int32)
-        guessed = 0
+        num_right = 0
         for prompt in ([1, 2], [3, 4], [5, 6]):
             for length in range(1, len(answer)):
                 text = [*prompt, *answer[:length]]
                 buffer[0, : len(text)] = text
-                (guesses,) = proposer.propose([[text[-1]]], np.array([len(text)]), buffer)
-                guessed += sum(a == b for a, b in zip(guesses, answer[length:], strict=False))
-        assert (guessed > 0) is shared
+                (draft_tokens,) = proposer.propose([[text[-1]]], np.array([len(text)]), buffer)
+                num_right += sum(a == b for a, b in zip(draft_tokens, answer[length:], strict=False))
+        assert (num_right > 0) is shared
 
 
-class World:
-    """A clock that the engine's passes move on, and rows whose guesses come true with a chance."""
+class SimulatedEngine:
+    """A clock that the engine's passes advance, and rows whose draft tokens are accepted with a probability."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, token_s: float, chance: float) -> None:
         self.now_s, self.token_s, self.chance = 0.0, token_s, chance
         monkeypatch.setattr(chain_rounds, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
 
     def share_drafted(self, num_rounds: int = 400, num_rows: int = 2) -> float:
-        """Of the last half of so many rounds, how many read guesses."""
+        """The share of the last half of so many rounds in which something was drafted."""
         dice, drafter = random.Random(0), NgramDrafter()
         rounds = ChainRounds(drafter, DEPTH, VOCAB, 1 << 20, MOST_ROWS)
         texts = [[*range(number, VOCAB)] * 2 for number in range(num_rows)]
@@ -206,16 +206,16 @@ class World:
         return drafted / (num_rounds - num_rounds // 2)
 
 
-def test_it_drafts_where_guesses_are_cheap_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert World(monkeypatch, token_s=0.0001, chance=0.9).share_drafted() > 0.9
+def test_it_drafts_where_draft_tokens_are_cheap_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SimulatedEngine(monkeypatch, token_s=0.0001, chance=0.9).share_drafted() > 0.9
 
 
-def test_it_does_not_where_guesses_are_dear_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert World(monkeypatch, token_s=0.006, chance=0.1).share_drafted() < 0.1
+def test_it_does_not_draft_where_draft_tokens_are_expensive_and_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SimulatedEngine(monkeypatch, token_s=0.006, chance=0.1).share_drafted() < 0.1
 
 
-def test_rounds_that_did_not_take_what_rounds_take_are_not_measured() -> None:
-    """Behind prompts, and where rows came or went; what is known of acceptance counts in any case."""
+def test_rounds_after_prompts_or_with_added_or_removed_rows_are_not_measured() -> None:
+    """After prompts, and where rows were added or removed; their acceptance counts in any case."""
     outcomes = []
     rounds = ChainRounds(NgramDrafter(), DEPTH, VOCAB, LONGEST, MOST_ROWS)
     record = rounds.controller.record
@@ -231,7 +231,7 @@ def test_rounds_that_did_not_take_what_rounds_take_are_not_measured() -> None:
     assert (ended.num_emitted, stayed.num_emitted) == (0, 1)
 
 
-def test_a_drafter_that_raises_ends_drafting_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_that_raises_ends_only_the_drafting(caplog: pytest.LogCaptureFixture) -> None:
     proposer = Proposer(vllm_config(draft="ngram"))
     proposer.rounds.drafter.observe = lambda news: 1 / 0  # type: ignore[method-assign]
     for _ in range(3):
@@ -239,7 +239,7 @@ def test_a_drafter_that_raises_ends_drafting_alone(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("Drafting is switched off") == 1
 
 
-def test_texts_grow_and_equal_ones_are_told_apart_by_their_rows() -> None:
+def test_equal_texts_are_distinguished_by_their_rows() -> None:
     texts = RowTexts(most_absent=2)
     one = np.array([1, 2, 3], np.int32)
     (first, second), _ = texts.follow({0: EngineRow(one, 1), 1: EngineRow(one, 2)})
@@ -263,14 +263,14 @@ def test_texts_grow_and_equal_ones_are_told_apart_by_their_rows() -> None:
         ({"share_answers": "no"}, InvalidRequest, "true or false"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_the_start(
+def test_invalid_options_are_refused_at_the_start(
     options: dict[str, object], error: type[ForerunError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         Proposer(vllm_config(**options))
 
 
-def test_a_text_is_the_drafter() -> None:
+def test_a_text_names_the_drafter() -> None:
     assert (
         options_of({"forerun": "suffix"})["draft"] == options_of({"forerun": {"draft": "suffix"}})["draft"] == "suffix"
     )

@@ -83,7 +83,9 @@ def test_greedy_tokens_are_the_models_own(
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
 @pytest.mark.short("qwen3_moe")
-def test_of_every_family(tmp_path: Path, inputs: dict[str, Tensor], family: str) -> None:
+def test_greedy_tokens_are_the_models_own_in_every_family(
+    tmp_path: Path, inputs: dict[str, Tensor], family: str
+) -> None:
     folder = write_sparse(tmp_path / family, family, model_type=family, pad_token_id=2)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     asked: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
@@ -119,12 +121,12 @@ def test_a_seed_gives_the_same_tokens_with_and_without_a_drafter(
 
 @pytest.mark.parametrize("asked", SAMPLED.values(), ids=SAMPLED)
 @pytest.mark.short("both")
-def test_the_law_is_that_of_transformers(
+def test_the_distribution_is_that_of_transformers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: dict[str, Any]
 ) -> None:
     """The second token behind a padded prompt, among many samples: a chi-square test against transformers' own scores.
 
-    It is a guess of a drafter, wherever that has one.
+    It is a draft token wherever the drafter has one.
     """
     ids = tokenizer(["Lily had a red ball. Lily had a red ball. Lily had a"], return_tensors="pt").input_ids
     ids = torch.cat([torch.full((1, 2), tokenizer.pad_token_id), ids], dim=1)
@@ -253,7 +255,7 @@ def test_max_length_counts_the_padding(model: PreTrainedModel, inputs: dict[str,
 
 
 class Recorder(BaseStreamer):
-    """Keeps what it is shown."""
+    """Records the values that it gets."""
 
     def __init__(self) -> None:
         self.shown: list[list[int]] = []
@@ -268,7 +270,7 @@ class Recorder(BaseStreamer):
 
 @pytest.mark.parametrize("form", ["bound", "folder"])
 @pytest.mark.short("folder")
-def test_a_streamer_is_shown_what_transformers_shows_it(
+def test_a_streamer_gets_what_transformers_sends_it(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, form: str
 ) -> None:
     ids = tokenizer([TEXTS[0]], return_tensors="pt").input_ids
@@ -284,7 +286,7 @@ def test_a_streamer_is_shown_what_transformers_shows_it(
     assert ours.ended == theirs.ended == 1
 
 
-def test_the_folder_knows_stop_strings(
+def test_stop_strings_of_the_folder_end_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, Tensor]
 ) -> None:
     asked = {"max_new_tokens": NEW, "do_sample": False, "stop_strings": ["day", " was"], "tokenizer": tokenizer}
@@ -327,9 +329,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_cannot_be_done_is_refused_by_its_name(
-    model: PreTrainedModel, inputs: dict[str, Tensor], field: str
-) -> None:
+def test_unsupported_options_are_refused_by_name(model: PreTrainedModel, inputs: dict[str, Tensor], field: str) -> None:
     asked = {"custom_generate": generate, "draft": "ngram", "max_new_tokens": 4} | REFUSED[field]
     if field == "position_ids":
         asked["position_ids"] = torch.arange(5, 5 + inputs["input_ids"].shape[1])[None].expand(3, -1)
@@ -343,7 +343,7 @@ def test_padding_behind_a_text_is_refused(model: PreTrainedModel, inputs: dict[s
         model.generate(**turned, custom_generate=generate, draft="ngram", max_new_tokens=4)
 
 
-def test_models_that_forerun_does_not_compute(inputs: dict[str, Tensor]) -> None:
+def test_unsupported_models_are_refused(inputs: dict[str, Tensor]) -> None:
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 512}
     alien = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 1]]))
     with pytest.raises(UnsupportedModel, match="gpt_neo"):

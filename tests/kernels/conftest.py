@@ -1,4 +1,4 @@
-"""What tests of the library share: a machine of their own, on which nothing was compiled yet."""
+"""Fixture of the library's tests: a fake machine on which nothing was compiled yet."""
 
 import tempfile
 from collections.abc import Iterator

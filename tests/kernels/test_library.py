@@ -1,4 +1,4 @@
-"""The kernels' library: compiled once, kept where nobody else can write, never loaded unchecked, never in the way."""
+"""The kernels' library: compiled once, kept where no other user can write, never loaded unchecked, never fatal."""
 
 import logging
 import os
@@ -31,13 +31,13 @@ NOBODY = 65534
 def test_the_library_is_compiled_once_and_kept_for_its_user_alone(
     computer: Computer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[str] = []
+    steps: list[str] = []
     for _ in range(3):
-        assert library.library(lambda what, _: told.append(what)) is library.library()
+        assert library.library(lambda what, _: steps.append(what)) is library.library()
         assert library_works()
         restart()
     assert computer.num_compiled == 1
-    assert told == ["compiling kernels, once on this machine"]
+    assert steps == ["compiling kernels, once on this machine"]
     assert sorted(path.suffix for path in computer.cache_folder.iterdir()) == [".lock", ".sha256", ".so"]
     for path in (computer.cache_folder, computer.cache_folder.parent, computer.file(".so"), computer.file(".sha256")):
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO), path
@@ -76,7 +76,7 @@ DAMAGES: dict[str, Callable[[Computer], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_library_is_made_anew(computer: Computer, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_library_is_compiled_again(computer: Computer, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     """Were it loaded, a truncated one would kill the process (SIGBUS)."""
     assert library_works()
     restart()
@@ -85,8 +85,8 @@ def test_a_damaged_library_is_made_anew(computer: Computer, damage: str, caplog:
         assert library_works()
         assert computer.num_compiled == 2
         restart()
-    (said,) = warnings_of(caplog)
-    assert f"{computer.file('.so')} is damaged, or another user may write to it" in said
+    (warning,) = warnings_of(caplog)
+    assert f"{computer.file('.so')} is damaged, or another user may write to it" in warning
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_library_is_not_run(
     computer: Computer, foreign: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One with a sound digest beside it, in a cache folder that users share, in files or folders that are not ours."""
+    """A library with a valid digest file, in a shared cache folder, in files or folders that another user owns."""
     assert library_works()
     restart()
     mark = computer.folder / "planted code ran"
@@ -128,8 +128,8 @@ def test_a_planted_library_is_not_run(
     assert library_works()
     assert not mark.exists()
     assert computer.num_compiled == 2
-    (said,) = warnings_of(caplog)
-    assert "another user" in said
+    (warning,) = warnings_of(caplog)
+    assert "another user" in warning
 
 
 def test_a_folder_that_others_may_write_to_is_closed_to_them(computer: Computer) -> None:
@@ -140,7 +140,7 @@ def test_a_folder_that_others_may_write_to_is_closed_to_them(computer: Computer)
 
 
 def nowhere(name: str) -> Callable[[Computer, pytest.MonkeyPatch], None]:
-    """A folder that cannot be had, since its name is a file's."""
+    """A folder that cannot be made, since a file has its name."""
 
     def set_up(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
         (computer.folder / "file").touch()
@@ -211,9 +211,9 @@ def test_without_a_cache_folder_a_folder_for_this_user_takes_its_place(
         assert computer.num_compiled == 1
         restart()
     substitute = computer.folder / "tmp" / f"forerun-{os.geteuid()}"
-    (said,) = warnings_of(caplog)
-    assert f"They are in {substitute / 'kernels'} until" in said
-    assert "set XDG_CACHE_HOME to a folder of your own" in said
+    (warning,) = warnings_of(caplog)
+    assert f"They are in {substitute / 'kernels'} until" in warning
+    assert "set XDG_CACHE_HOME to a folder of your own" in warning
     for path in (substitute, *substitute.rglob("*")):
         assert not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO) or path.suffix == ".lock", path
     assert list(computer.folder.joinpath("tmp").iterdir()) == [substitute]
@@ -254,18 +254,16 @@ def test_without_any_safe_folder_each_start_compiles_and_says_so(
     assert library_works()
     assert library_works()
     assert computer.num_compiled == 1
-    (said,) = warnings_of(caplog)
-    assert "every start compiles them again, which can take a minute or two" in said
-    assert "set XDG_CACHE_HOME to a folder of your own" in said
+    (warning,) = warnings_of(caplog)
+    assert "every start compiles them again, which can take a minute or two" in warning
+    assert "set XDG_CACHE_HOME to a folder of your own" in warning
     restart()
     assert library_works()
     assert computer.num_compiled == 2
     assert not list(computer.folder.rglob("kernels/*.so"))
 
 
-def test_a_shared_folder_in_which_nobody_may_replace_folders_of_others_is_good_enough(
-    computer: Computer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_folder_with_the_sticky_bit_is_accepted(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere("XDG_CACHE_HOME")(computer, monkeypatch)
     (computer.folder / "tmp").chmod(0o1777)
     for _ in range(2):
@@ -299,7 +297,7 @@ def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
     computer: Computer, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "VERSION_TIMEOUT_S", 0.3)
-    make, said = BROKEN[how]
+    make, message = BROKEN[how]
     monkeypatch.setenv("CXX", str(make(computer.folder)))
     for _ in range(3):
         assert find_kernels("auto", torch.float32) is None
@@ -307,7 +305,7 @@ def test_without_a_compiler_that_works_torch_computes_and_says_so_once(
         assert find_sampling_kernels() is None
     assert isinstance(Blueprint.of(str(TARGET)).load(64).decoder.executor, TorchExecutor)
     (warning,) = warnings_of(caplog)
-    for part in ("No compiled kernels: ", said, "install g++", "two to four times as long", "fingerprint"):
+    for part in ("No compiled kernels: ", message, "install g++", "two to four times as long", "fingerprint"):
         assert part in warning
     assert len(warning) < 500
     assert computer.num_compiled <= 2  # its version, and the one attempt
@@ -324,8 +322,8 @@ def test_a_full_disk_is_not_taken_for_a_broken_compiler(computer: Computer) -> N
     assert "install g++" not in str(caught.value)
 
 
-def test_a_library_that_nothing_can_load_is_no_library(computer: Computer, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even from the temporary folder, which may be one without programs."""
+def test_a_library_that_cannot_be_loaded_is_not_used(computer: Computer, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even from the temporary folder, from which the system may forbid running programs."""
     compiles = (computer.folder / "cxx").read_text()
     script(computer.folder / "cxx", compiles.replace(f"cp {computer.library}", "cp /etc/passwd"))
     with pytest.raises(NoKernels, match=r"cannot be loaded .*: set TMPDIR to a folder where programs may run"):
@@ -333,7 +331,7 @@ def test_a_library_that_nothing_can_load_is_no_library(computer: Computer, caplo
     assert find_sampling_kernels() is None
 
 
-def test_where_torch_is_asked_for_nothing_is_said(computer: Computer, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_the_torch_backend_nothing_is_reported(computer: Computer, caplog: pytest.LogCaptureFixture) -> None:
     assert find_kernels("torch", torch.float32) is None
     assert not warnings_of(caplog)
     assert not computer.num_compiled
@@ -348,8 +346,8 @@ def test_the_command_answers_without_home_cache_or_compiler(
     assert done.exit_code == 0, done.stderr
     assert done.stdout
     assert "computed by       torch, " in done.stderr
-    (said,) = warnings_of(caplog)
-    assert "no C++ compiler found (looked for /etc/passwd)" in said
+    (warning,) = warnings_of(caplog)
+    assert "no C++ compiler found (looked for /etc/passwd)" in warning
 
 
 def test_a_program_without_logging_shows_warnings_and_nothing_else(

@@ -1,4 +1,4 @@
-"""How many threads the compiled kernels take beside other programs."""
+"""How many threads the compiled kernels use while other programs run."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ CORES = frozenset(range(4))
 
 
 class FakeSystem:
-    """A machine of four cores, of which others and this process use what they are told to."""
+    """A machine of four cores, of which other programs and this process use a set number."""
 
     def __init__(self, folder: Path) -> None:
         self.stat, self.cpu_max = folder / "stat", folder / "cpu.max"
@@ -31,7 +31,7 @@ class FakeSystem:
         self.run([0] * 6, 0)
 
     def run(self, others: list[float], own_cores: float, wall_s: float = 1.0, niced: float = 0.0) -> int:
-        """Let time pass in which others and this process keep so many cores busy; the threads that are then taken."""
+        """Lets time pass in which others and this process keep so many cores busy; returns the threads then used."""
         self.now_s += wall_s
         self.process_s += own_cores * wall_s
         for core, share in enumerate(others):
@@ -58,18 +58,18 @@ def test_cores_of_others_are_left_to_them(system: FakeSystem) -> None:
     assert system.run([0.3, 0, 0, 0, 0, 0], own_cores=3.7) == 4
 
 
-def test_what_this_process_uses_itself_and_what_runs_elsewhere_or_makes_way_counts_as_free(system: FakeSystem) -> None:
+def test_this_processes_own_load_other_cores_and_low_priority_programs_count_as_free(system: FakeSystem) -> None:
     assert system.run([0, 0, 0, 0, 1, 1], own_cores=4) == 4
     assert system.run([0, 0, 0, 0, 0, 0], own_cores=0, niced=3) == 4
 
 
-def test_what_was_seen_lasts_for_a_while_and_then_is_looked_at_again(system: FakeSystem) -> None:
+def test_a_measured_load_is_used_for_a_while_and_then_measured_again(system: FakeSystem) -> None:
     assert system.run([2, 0, 0, 0, 0, 0], own_cores=2) == 2
     assert system.run([0, 0, 0, 0, 0, 0], own_cores=2, wall_s=PERIOD_S / 2) == 2
     assert system.run([0, 0, 0, 0, 0, 0], own_cores=2, wall_s=PERIOD_S) == 4
 
 
-def test_what_others_did_while_this_process_had_nothing_to_do_says_nothing_of_now(system: FakeSystem) -> None:
+def test_load_while_this_process_was_idle_is_not_counted(system: FakeSystem) -> None:
     assert system.run([1, 1, 1, 1, 0, 0], own_cores=0, wall_s=30) == 4
     assert system.run([1, 1, 1, 1, 0, 0], own_cores=0, wall_s=0.3) == 1
 
@@ -88,7 +88,7 @@ def test_a_quota_bounds_the_threads(system: FakeSystem) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "cpu0\n", "cpu0 a b c\n", None])
-def test_a_system_that_does_not_tell_leaves_all_cores(system: FakeSystem, text: str | None) -> None:
+def test_a_system_without_load_counters_leaves_all_cores(system: FakeSystem, text: str | None) -> None:
     system.stat.unlink()
     if text is not None:
         system.stat.write_text(text)
@@ -98,7 +98,9 @@ def test_a_system_that_does_not_tell_leaves_all_cores(system: FakeSystem, text: 
 
 
 @given(st.lists(st.tuples(st.floats(0, 6), st.floats(0, 4), st.floats(0.001, 5)), max_size=8))
-def test_there_is_always_at_least_one_and_never_more_than_asked_for(rounds: list[tuple[float, float, float]]) -> None:
+def test_the_number_of_threads_is_at_least_one_and_at_most_the_number_set(
+    rounds: list[tuple[float, float, float]],
+) -> None:
     now, used = [0.0], [0.0]
     free = FreeCores(clock=lambda: now[0], process_s=lambda: used[0])
     for others, process, wall_s in rounds:
@@ -108,7 +110,7 @@ def test_there_is_always_at_least_one_and_never_more_than_asked_for(rounds: list
         assert 1 <= free.threads(3) <= 3
 
 
-def test_this_machine_is_looked_at() -> None:
+def test_the_load_of_this_machine_can_be_measured() -> None:
     assert num_threads() >= 1
 
 
@@ -136,7 +138,7 @@ def left_by(compute: Callable[[], None]) -> set[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux tells the threads of a process")
 @pytest.mark.skipif(len(threads.allowed_cores()) < 2, reason="one core: one thread computes")
-def test_who_has_computed_leaves_no_threads_behind() -> None:
+def test_a_finished_computation_leaves_no_threads_behind() -> None:
     """Idle ones count: where there are more than cores, threads sleep at barriers, and passes take twice as long."""
     set_before, llm = torch.get_num_threads(), LLM(str(TARGET), None, max_model_len=64)
     torch.set_num_threads(2)

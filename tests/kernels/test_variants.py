@@ -42,7 +42,7 @@ PROCESSORS = {
 
 
 def become(name: str, computer: Computer, monkeypatch: pytest.MonkeyPatch, grants: bool = True) -> list[str]:
-    """Have the system say that this is another processor; returns which variants it runs."""
+    """Makes the system report another processor; returns the variants that it runs."""
     machine, flags, names = PROCESSORS[name]
     field = "flags" if "64" in machine and "ar" not in machine else "Features"
     cpuinfo = computer.folder / "cpuinfo"
@@ -69,7 +69,7 @@ def loaded() -> str:
 def test_a_processor_gets_the_best_library_that_it_can_run(
     computer: Computer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wheel that had those of all architectures would be safe, too. What has none of them compiles."""
+    """Also with a wheel that holds those of all architectures. A processor without a variant compiles its library."""
     names = become(name, computer, monkeypatch)
     carry(computer, [variant.name for variant in VARIANTS])
     assert [variant.name for variant in runnable()] == names
@@ -114,8 +114,8 @@ def test_without_a_library_for_the_processor_it_compiles_or_torch_computes(
     monkeypatch.setenv("CXX", "/dev/null")
     assert find_sampling_kernels() is None
     assert find_kernels("auto", torch.float32) is None
-    (said,) = warnings_of(caplog)
-    assert "\n" not in said
+    (warning,) = warnings_of(caplog)
+    assert "\n" not in warning
 
 
 def test_a_wheels_library_that_cannot_be_loaded_is_replaced(
@@ -126,12 +126,12 @@ def test_a_wheels_library_that_cannot_be_loaded_is_replaced(
     (library.WHEEL / "avx512.so").write_bytes(b"not a library")
     assert library_works()
     assert computer.num_compiled == 1
-    (said,) = warnings_of(caplog)
-    assert "avx512.so cannot be loaded" in said
+    (warning,) = warnings_of(caplog)
+    assert "avx512.so cannot be loaded" in warning
 
 
 def test_a_cache_from_another_processor_is_left_alone(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines that share a home have a library each."""
+    """Machines that share a home folder have one library each."""
     for count, name in enumerate(["Haswell", "Sapphire Rapids", "Graviton", "Haswell", "Sapphire Rapids"]):
         become(name, computer, monkeypatch)
         assert library_works()
@@ -141,7 +141,7 @@ def test_a_cache_from_another_processor_is_left_alone(computer: Computer, monkey
 
 
 @pytest.mark.parametrize("carried", [True, False])
-def test_a_variant_that_is_asked_for_is_the_one_in_use(
+def test_a_variant_that_is_set_is_the_one_in_use(
     computer: Computer, carried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = become("Sapphire Rapids", computer, monkeypatch)
@@ -193,7 +193,7 @@ def test_of_two_programs_that_start_at_once_one_compiles(computer: Computer) -> 
 
 
 @pytest.mark.parametrize(
-    ("said", "cause"),
+    ("output", "cause"),
     [
         ("/usr/bin/ld: cannot find -lgomp: No such file\ncollect2: error: ld returned 1 exit status",
          "cannot find -lgomp: No such file"),
@@ -203,13 +203,13 @@ def test_of_two_programs_that_start_at_once_one_compiles(computer: Computer) -> 
         ("collect2: error: ld returned 1 exit status", "collect2: error: ld returned 1 exit status"),
     ],
 )  # fmt: skip
-def test_a_linkers_cause_is_told_and_not_that_it_failed(said: str, cause: str) -> None:
-    assert build.first_error(said) == f" ({cause})"
+def test_a_linkers_error_is_reported_by_its_cause(output: str, cause: str) -> None:
+    assert build.first_error(output) == f" ({cause})"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_kernels_can_be_linked_with_a_static_standard_library(tmp_path: Path) -> None:
-    """Some compilers have no other; it brings the function with it that older shared ones lack."""
+    """Some compilers have no other; it contains the function that older shared ones lack."""
     caller = tmp_path / "a.cpp"
     caller.write_text(
         "#include <vector>\n#include <stdexcept>\n"
@@ -223,7 +223,7 @@ def test_the_kernels_can_be_linked_with_a_static_standard_library(tmp_path: Path
     ctypes.CDLL(str(tmp_path / "a.so"))
 
 
-def test_the_whole_of_what_a_compiler_says_is_logged_and_its_complaint_told(
+def test_a_compilers_whole_output_is_logged_and_its_first_error_reported(
     computer: Computer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")

@@ -24,7 +24,7 @@ X86_64 = [variant.name for variant in VARIANTS if variant.machine == "x86_64"]
 
 
 def compiler_for(computer: Computer, triple: str) -> str:
-    """One that says that it compiles for this system."""
+    """A compiler that reports this system as the one it compiles for."""
     text = (computer.folder / "cxx").read_text()
     return str(script(computer.folder / "cross", f'[ "$1" = -dumpmachine ] && echo {triple} && exit\n{text}'))
 
@@ -64,7 +64,7 @@ def test_for_other_systems_there_is_none(computer: Computer, triple: str) -> Non
         ("", "linux_x86_64"),  # another C library
     ],
 )
-def test_the_tag_is_that_of_the_oldest_system_that_has_what_is_needed(
+def test_the_tag_is_that_of_the_oldest_system_with_the_needed_symbols(
     computer: Computer, needed: str, tag: str
 ) -> None:
     paths = [computer.folder / "old.so", computer.folder / "new.so"]
@@ -136,8 +136,8 @@ print(json.dumps([forerun.__file__, name, sorted(file for file in files if "omp"
 
 
 @pytest.mark.full
-def test_a_wheel_proves_itself_where_there_is_no_compiler(build: Callable[..., Path], tmp_path: Path) -> None:
-    """It may not write anywhere either, and names no OpenMP runtime: there is one in the process, which is torch's."""
+def test_prove_runs_from_a_wheel_without_a_compiler(build: Callable[..., Path], tmp_path: Path) -> None:
+    """It may not write anywhere either, and links no OpenMP runtime: the process has one, which is torch's."""
     require_compiler()
     if not runnable():
         pytest.skip("no variant of the kernels is for this processor")
@@ -159,6 +159,6 @@ def test_a_wheel_proves_itself_where_there_is_no_compiler(build: Callable[..., P
         assert "torch" in runtimes[0]
     models, few = ["--model", "stdlib", "--draft", "model:stdlib-draft"], ["--num-prompts", "1", "-n", "8"]
     rest = [*few, "--num-texts", "100", "--prompts", ROOT / "tests/data/prompts.txt"]
-    said = call(sys.executable, "-m", "forerun", "prove", *models, *rest, folder=tmp_path, **without)
-    assert name in said
-    assert "No compiled kernels" not in said
+    output = call(sys.executable, "-m", "forerun", "prove", *models, *rest, folder=tmp_path, **without)
+    assert name in output
+    assert "No compiled kernels" not in output

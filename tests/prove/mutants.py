@@ -31,12 +31,12 @@ Patch = pytest.MonkeyPatch
 
 
 def block_as(law: Callable[[DraftTree, Tensor, Tensor], AcceptLaw]) -> Callable[[Patch], None]:
-    """Block by another law."""
+    """Block verification with another distribution."""
     return lambda patch: patch.setattr(judging, "block_law", law)
 
 
 def one_noise(purpose: Purpose) -> Callable[[Patch], None]:
-    """This purpose draws with the noise that the draft was drawn with."""
+    """This purpose reuses the noise that the draft was sampled with."""
     key = Draws._row_key
 
     def mutant(draws: Draws, row: RowSampling, wanted: Purpose, root: int) -> int:
@@ -46,7 +46,7 @@ def one_noise(purpose: Purpose) -> Callable[[Patch], None]:
 
 
 def position_only(patch: Patch) -> None:
-    """Noise of a position that is drafted again is the same again."""
+    """The noise of a position that is drafted again is reused."""
 
     def mutant(draws: Draws, row: RowSampling, purpose: Purpose, root: int) -> int:
         return mix(
@@ -57,14 +57,14 @@ def position_only(patch: Patch) -> None:
 
 
 def drafts(spoil: Spoil) -> Callable[[Patch], None]:
-    """Every draft is spoiled on its way to the target."""
+    """Every draft is changed before the target reads it."""
     true = engine_round.sanitize
     return lambda patch: patch.setattr(engine_round, "sanitize", lambda *given: spoil(true(*given)))
 
 
 @dataclass(frozen=True)
 class LawMutant:
-    """A fault in the law of `rule`, and a table model on which so many texts show it."""
+    """A fault in the distribution of `rule`, and a table model on which so many texts show it."""
 
     rule: Verification
     plant: Callable[[Patch], None]
@@ -88,15 +88,15 @@ LAW_MUTANTS = {
     "recovery reuses the draft's noise": LawMutant("token", one_noise(Purpose.RECOVER), FOUR, 8000, depth=1),
     "coins reuse the draft's noise": LawMutant("token", one_noise(Purpose.ACCEPT), RANDOM, 1500),
     "position-only noise in block": LawMutant("block", position_only, THREE, 10_000, depth=2),
-    "unlikely guesses dropped, token": LawMutant("token", nothing, RANDOM, 1500, spoil=dropping(0.15)),
-    "unlikely guesses dropped, block": LawMutant("block", nothing, RANDOM, 1500, spoil=dropping(0.15)),
+    "unlikely draft tokens dropped, token": LawMutant("token", nothing, RANDOM, 1500, spoil=dropping(0.15)),
+    "unlikely draft tokens dropped, block": LawMutant("block", nothing, RANDOM, 1500, spoil=dropping(0.15)),
     "q mis-declared, token": LawMutant("token", nothing, THREE, 2000, spoil=flattened(0.3)),
     "q mis-declared, block": LawMutant("block", nothing, THREE, 2000, spoil=flattened(0.3)),
 }
 
 
 def wrong_token_at(position: int) -> Callable[[Patch], None]:
-    """Where the text's token `position` comes out of a round with guesses, the round ends there with another one."""
+    """In the round that emits the text's token `position` after draft tokens, another token ends the round there."""
     true = engine_round.verify
 
     def mutant(tree: DraftTree, logits: Tensor, draws: Draws, rule: Verification, *judge: Any) -> Verdict:
@@ -115,7 +115,7 @@ def wrong_token_at(position: int) -> Callable[[Patch], None]:
 
 
 def unseen_acceptance(patch: Patch) -> None:
-    """The first guess of every fifth round is accepted without a look at what the target drew."""
+    """The first draft token of every fifth round is accepted whatever the target drew."""
 
     def mutant(tree: DraftTree, drawn: Tensor) -> Verdict:
         if tree.tokens.shape[1] > 1:
@@ -125,7 +125,7 @@ def unseen_acceptance(patch: Patch) -> None:
         return follow(tree, drawn)
 
     def compiled_mutant(kernels: SamplingKernels, tokens: Tensor, parents: Tensor, *given: Any) -> Tensor | None:
-        """The same, where compiled kernels judge: they are told what the root drew."""
+        """The same where compiled kernels verify: the token drawn at the root is replaced."""
         (*_, drawn, _masks), columns = given, tokens.shape[1]
         for b, (row, above) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
             if len(row) > 1 and sum(row) % 5 == 0 and above[1] == 0:
@@ -138,7 +138,7 @@ def unseen_acceptance(patch: Patch) -> None:
 
 
 def skipped_row(patch: Patch) -> None:
-    """A row of the pass is skipped: every guess is judged by the logits of the node before it."""
+    """A row of the pass is skipped: every draft token is verified by the logits of the node before it."""
     true = TargetPass.node_logits
 
     def mutant(reading: TargetPass) -> Tensor:
@@ -149,7 +149,7 @@ def skipped_row(patch: Patch) -> None:
 
 
 def stale_row(patch: Patch) -> None:
-    """The last guess on an accepted path of a tree is not copied to its place in the cache."""
+    """The last draft token on an accepted path of a tree is not copied to its place in the cache."""
     true = PagedCache.gather_slots
 
     def mutant(cache: PagedCache, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -179,7 +179,7 @@ def wrong_position(patch: Patch) -> None:
 
 TOKEN_MUTANTS: dict[str, Callable[[Patch], None]] = {
     "a wrong token": wrong_token_at(9),
-    "a guess accepted unseen": unseen_acceptance,
+    "a draft token accepted unseen": unseen_acceptance,
     "a skipped verify row": skipped_row,
     "a stale cache row": stale_row,
     "a wrong position": wrong_position,

@@ -1,4 +1,4 @@
-"""Many sequences at once from a table model: the real draws and verdicts, without an engine around them.
+"""Many sequences at once from a table model: the real draws and verdicts, without an engine.
 
 Row t of a table are the logits of what may follow token t. All sequences start from the same root and differ in their
 seeds alone. A mutant may spoil what was drafted before it is judged.
@@ -33,7 +33,7 @@ class Pair:
 
     @classmethod
     def opposed(cls, *chances: float) -> Pair:
-        """Tokens that do not depend on those before, and a drafter that takes the likeliest for the unlikeliest."""
+        """Independent tokens, and a drafter that has the likeliest token as the unlikeliest and so on."""
         tables = [torch.full((VOCAB, VOCAB), -20.0) for _ in range(2)]
         for table, law in zip(tables, (chances, chances[::-1]), strict=True):
             table[:, : len(law)] = torch.tensor(law).log()
@@ -41,13 +41,13 @@ class Pair:
 
     @classmethod
     def random(cls, seed: int) -> Pair:
-        """Every token with a law of its own after it, and a drafter that has it nearly right."""
+        """Another distribution after every token, and a drafter that is close to it."""
         generator = torch.Generator().manual_seed(seed)
         target = torch.randn(VOCAB, VOCAB, generator=generator)
         return cls(target, target + torch.randn(VOCAB, VOCAB, generator=generator))
 
     def cells(self, params: SamplingParams, num_texts: int) -> Cells:
-        """The cells of texts behind the root, from the target's own law."""
+        """The cells of texts after the root, from the target's distribution."""
         draws = Draws([RowSampling(0, params, 0, 0, [ROOT], 1)], VOCAB)
         laws = torch.cat([draws.probs(row[None].double(), draws.roots()) for row in self.target])
         after = [{token: chance for token, chance in enumerate(row) if chance} for row in laws.tolist()]
@@ -65,20 +65,20 @@ def texts(
     spoil: Spoil = lambda tree: tree,
 ) -> list[TokenIds]:
     """So many texts of at least `num_tokens` tokens, in as many rounds as they take."""
-    said: list[TokenIds] = [() for _ in range(num_texts)]
-    while short := [i for i, text in enumerate(said) if len(text) < num_tokens]:
-        rows = [RowSampling(i, params, seed * num_texts + i, 0, [ROOT, *said[i]], 1) for i in short]
+    sequences: list[TokenIds] = [() for _ in range(num_texts)]
+    while short := [i for i, text in enumerate(sequences) if len(text) < num_tokens]:
+        rows = [RowSampling(i, params, seed * num_texts + i, 0, [ROOT, *sequences[i]], 1) for i in short]
         draws = Draws(rows, VOCAB, rejection=True)
         tree = spoil(drafted(draws, pair.draft, depth))
         verdict = judging.verify(tree, pair.target[tree.tokens[tree.valid]], draws, rule)
         lines = zip(short, tree.tokens.tolist(), verdict.length.tolist(), verdict.next_token.tolist(), strict=True)
         for i, tokens, length, next_token in lines:
-            said[i] += (*tokens[1 : length + 1], next_token)
-    return said
+            sequences[i] += (*tokens[1 : length + 1], next_token)
+    return sequences
 
 
 def flattened(share: float) -> Spoil:
-    """Declares a law that is not the one drawn from: nearer to the uniform one by this share."""
+    """Declares a distribution other than the one drawn from: nearer to the uniform one by this share."""
 
     def spoil(tree: DraftTree) -> DraftTree:
         if tree.q is None:
@@ -91,7 +91,7 @@ def flattened(share: float) -> Spoil:
 
 
 def dropping(least: float) -> Spoil:
-    """Looks at a drawn token, and drops it with all below it where its own chance was small."""
+    """Drops a drawn draft token with all below it if its own probability was small."""
 
     def spoil(tree: DraftTree) -> DraftTree:
         if tree.q is None or tree.width > 1 or tree.depth == 0:

@@ -1,4 +1,4 @@
-"""Cells: chosen from the exact law alone, and every text that it excludes is known."""
+"""Cells: chosen from the exact distribution alone, which also gives every impossible text."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def after(laws: Tensor, texts: Sequence[TokenIds]) -> list[dict[int, float]]:
 LAWS = table([[0.5, 0.3, 0.0, 0.2], [0.9, 0.1, 0.0, 0.0], [0.2, 0.2, 0.6, 0.0], [1.0, 0.0, 0.0, 0.0]])
 
 
-def test_chances_are_products_and_texts_end() -> None:
+def test_probabilities_are_products_and_texts_end() -> None:
     cells = choose_cells(lambda texts: after(LAWS, texts), 200, [END])
     for text, chance in cells.chances.items():
         expected = 1.0
@@ -36,7 +36,7 @@ def test_chances_are_products_and_texts_end() -> None:
     assert cells.chances[END,] == pytest.approx(0.2)
 
 
-def test_what_the_law_excludes() -> None:
+def test_texts_of_probability_zero_are_excluded() -> None:
     cells = choose_cells(lambda texts: after(LAWS, texts), 200, [END])
     length = cells.num_tokens
     assert not cells.excludes((0,) * length)
@@ -47,7 +47,7 @@ def test_what_the_law_excludes() -> None:
     assert cells.excludes(())
 
 
-def test_spread_laws_get_short_texts_and_few_cells() -> None:
+def test_flat_distributions_have_short_texts_and_few_cells() -> None:
     flat = torch.full((40, 40), 1 / 40, dtype=torch.float64)
     cells = choose_cells(lambda texts: after(flat, texts), 30_000)
     assert cells.num_tokens == 2
@@ -55,14 +55,14 @@ def test_spread_laws_get_short_texts_and_few_cells() -> None:
     assert sum(cells.chances.values()) == pytest.approx(MOST_CELLS / 1600)
 
 
-def test_certain_laws_get_long_texts() -> None:
+def test_peaked_distributions_have_long_texts() -> None:
     cells = choose_cells(lambda texts: after(table([[0.9, 0.1], [0.9, 0.1]]), texts), 2000)
     assert cells.num_tokens == 4
     assert sum(cells.chances.values()) > 0.9
 
 
 def test_all_texts_are_counted() -> None:
-    """Those without a cell of their own too, be they many or few."""
+    """Also texts without a cell of their own, many or few."""
     cells = choose_cells(lambda texts: after(LAWS, texts), 1000, [END])
     exact = [text for text, chance in cells.chances.items() for _ in range(round(1000 * chance))]
     others = [(1,) * cells.num_tokens] * (1000 - len(exact))

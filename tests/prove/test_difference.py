@@ -1,4 +1,4 @@
-"""What is said of a difference: its place, the logits there, and whether rounding can be why."""
+"""The report of a difference: its place, the logits there, and whether rounding can explain it."""
 
 from dataclasses import replace
 
@@ -34,12 +34,12 @@ def found(
 
 
 def changed(answer: CompletionOutput, position: int, token: int, logprob: float) -> CompletionOutput:
-    """The same answer with another token in one place, said to be of this log-probability."""
-    told = replace(answer.logprobs[position], logprob=logprob)
+    """The same answer with another token in one place, reported with this log-probability."""
+    changed = replace(answer.logprobs[position], logprob=logprob)
     return replace(
         answer,
         token_ids=(*answer.token_ids[:position], token, *answer.token_ids[position + 1 :]),
-        logprobs=(*answer.logprobs[:position], told, *answer.logprobs[position + 1 :]),
+        logprobs=(*answer.logprobs[:position], changed, *answer.logprobs[position + 1 :]),
     )
 
 
@@ -110,7 +110,7 @@ def test_log_probabilities_alone(llm: LLM) -> None:
 
 
 def test_rounding_is_measured(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None on a CPU; a decoder whose logits depend on the number of rows is found out."""
+    """There is none on a CPU; a decoder whose logits depend on the number of rows is found."""
     texts = [(1, 403, 407, 261, 378), (1, 5, 6)]
     assert rounding_noise(llm, texts) == 0
     assert torch.equal(logits_in_chunks(llm, texts[0], 2)[-1], last_logits(llm, texts)[0])

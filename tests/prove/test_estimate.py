@@ -1,4 +1,4 @@
-"""How long a proof takes is told in proportion to its work, and telling it changes nothing that is proven."""
+"""The estimated duration of a proof is proportional to its work, and estimating it changes no result."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_more_work_takes_longer_in_proportion() -> None:
     assert pace.total_s(workload.thorough()) == pytest.approx(8 * equality + 12 * law)
 
 
-def test_the_pace_is_what_the_clock_says(tmp_path: Path) -> None:
+def test_the_pace_is_measured_by_the_clock(tmp_path: Path) -> None:
     llm, ticks = tiny_llm(tmp_path), iter([0.0, 9.0, 10.0, 18.0, 20.0, 20.0 + 4.0 * 16])
     with unchecked():
         pace = ProofPace.of(llm, [2, 3, 4], Speculation(2), lambda: next(ticks))
@@ -30,7 +30,7 @@ def test_the_pace_is_what_the_clock_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.1, "5 seconds"), (43.0, "45 seconds"), (100.0, "2 minutes"), (7200.0, "2.0 hours")]
+    ("seconds", "text"), [(0.1, "5 seconds"), (43.0, "45 seconds"), (100.0, "2 minutes"), (7200.0, "2.0 hours")]
 )
-def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
-    assert rounded_duration(seconds) == said
+def test_durations_are_rounded(seconds: float, text: str) -> None:
+    assert rounded_duration(seconds) == text

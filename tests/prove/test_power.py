@@ -1,4 +1,4 @@
-"""The test of the proof: planted faults are found, and a true engine is not accused.
+"""The power of the proof: planted faults are found, and none is reported of an exact engine.
 
 Faults in the law are looked for on table models with the real draws, rules and cells; faults in tokens with the
 engine on random Llamas of 12 tokens. A few runs always, 100 of each as a long proof.
@@ -38,9 +38,9 @@ def p_value(
     cells = pair.cells(PARAMS, num_texts)
     spoil = {"spoil": mutant.spoil} if mutant else {}
     with unchecked():
-        said = texts(pair, rule, PARAMS, num_texts, cells.num_tokens, depth, seed, **spoil)
-    assert not any(cells.excludes(text) for text in said)
-    return cells.test(said).p_value
+        outputs = texts(pair, rule, PARAMS, num_texts, cells.num_tokens, depth, seed, **spoil)
+    assert not any(cells.excludes(text) for text in outputs)
+    return cells.test(outputs).p_value
 
 
 def rejections(name: str, seeds: range) -> int:
@@ -58,19 +58,19 @@ runs = pytest.mark.parametrize(("seeds", "least"), [ONE, HUNDRED], ids=["one", "
 @pytest.mark.short("one-first failure*", "one-coins*", "one-unlikely*token", "one-q mis*block")
 @pytest.mark.parametrize("name", LAW_MUTANTS)
 @runs
-def test_a_wrong_law_is_rejected(name: str, seeds: range, least: int) -> None:
+def test_a_wrong_distribution_is_rejected(name: str, seeds: range, least: int) -> None:
     """In 95 of 100 runs."""
     assert rejections(name, seeds) >= least
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_the_true_law_is_not_rejected(rule: Verification) -> None:
+def test_the_right_distribution_is_not_rejected(rule: Verification) -> None:
     assert p_value(Pair.random(0), rule, 1500, 3, seed=1) > LEVEL
 
 
 @pytest.mark.full
-def test_the_true_laws_are_rejected_in_at_most_1_of_100_runs() -> None:
-    """A run makes the tests of a default workload: it is rejected where the least p-value is."""
+def test_right_distributions_are_rejected_in_at_most_1_of_100_runs() -> None:
+    """A run makes the tests of a default workload and is rejected if its least p-value is."""
     rejected = 0
     for seed in range(100):
         tests: list[tuple[Verification, int]] = [("token", 3), ("token", 1), ("block", 3)]
@@ -105,7 +105,7 @@ def test_wrong_tokens_are_found(llm: LLM, name: str, seeds: range, least: int) -
     assert wrong_runs(llm, name, seeds) >= least
 
 
-def test_right_tokens_are_not_accused(llm: LLM) -> None:
+def test_right_tokens_are_not_reported_as_wrong(llm: LLM) -> None:
     found = equality(llm, 1)
     assert found.differences == ()
     assert found.rounding_noise == 0
@@ -113,7 +113,7 @@ def test_right_tokens_are_not_accused(llm: LLM) -> None:
 
 
 @pytest.mark.full
-def test_right_tokens_are_never_accused_in_100_runs(llm: LLM) -> None:
+def test_right_tokens_are_never_reported_as_wrong_in_100_runs(llm: LLM) -> None:
     assert all(equality(llm, seed).differences == () for seed in range(100))
 
 
@@ -122,8 +122,8 @@ STRONG = ["first failure stops block", "coins reuse the draft's noise"]
 
 @pytest.mark.short("first failure stops block")
 @pytest.mark.parametrize("name", [None, *STRONG])
-def test_through_the_engine(llm: LLM, name: str | None) -> None:
-    """The same faults, found in what the engine says."""
+def test_mutants_are_found_through_the_engine(llm: LLM, name: str | None) -> None:
+    """The same faults, found in the engine's outputs."""
     workload = ProofWorkload(num_texts=250, shapes=(Speculation(3),))
     with pytest.MonkeyPatch.context() as patch, unchecked():
         if name is not None:

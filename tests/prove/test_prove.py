@@ -1,4 +1,4 @@
-"""The proof as a library: what it says of a true engine, in what form, and that a seed settles all of it."""
+"""`prove` as a library: its report on an exact engine, the report's form, and that the seed determines all of it."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def report(llm: LLM) -> ProofReport:
         return prove(llm, PROMPTS, WORKLOAD)
 
 
-def test_a_true_engine_holds(report: ProofReport) -> None:
+def test_the_proof_holds_for_an_exact_engine(report: ProofReport) -> None:
     assert report.holds
     e = report.equality
     assert (e.num_runs, e.num_requests, e.differences) == (8, 2, ())
@@ -44,7 +44,7 @@ def test_a_true_engine_holds(report: ProofReport) -> None:
     assert len(report.proven) == 4
 
 
-def test_equal_tokens_of_unequal_logits_are_luck(
+def test_unequal_logits_are_reported_even_if_all_tokens_are_equal(
     llm: LLM, report: ProofReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A linear layer that adds something by the number of its rows, too little to change a token here."""
@@ -61,13 +61,13 @@ def test_equal_tokens_of_unequal_logits_are_luck(
 
 
 def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: ProofReport) -> None:
-    told = report.as_object()
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert told["holds"] is True
-    assert told["place"]["fingerprint"] == llm.fingerprint
-    assert told["place"]["dtype"] == "float32"
-    assert set(told) == {"holds", "level", "place", "workload", "equality", "laws", "proven", "not_proven"}
-    assert set(told["equality"]) == {
+    as_object = report.as_object()
+    assert json.loads(json.dumps(as_object, allow_nan=False)) == as_object
+    assert as_object["holds"] is True
+    assert as_object["place"]["fingerprint"] == llm.fingerprint
+    assert as_object["place"]["dtype"] == "float32"
+    assert set(as_object) == {"holds", "level", "place", "workload", "equality", "laws", "proven", "not_proven"}
+    assert set(as_object["equality"]) == {
         "num_runs",
         "num_requests",
         "num_tokens",
@@ -79,12 +79,14 @@ def test_the_report_is_json_and_names_what_it_holds_for(llm: LLM, report: ProofR
         "same_tokens",
         "same_logits",
     }
-    assert {"verification", "shape", "statistic", "freedom", "p_value", "adjusted_p", "holds"} <= set(told["laws"][0])
-    assert told["workload"]["seed"] == 0
+    assert {"verification", "shape", "statistic", "freedom", "p_value", "adjusted_p", "holds"} <= set(
+        as_object["laws"][0]
+    )
+    assert as_object["workload"]["seed"] == 0
 
 
 @pytest.mark.full
-def test_a_seed_settles_the_whole_report(llm: LLM, report: ProofReport) -> None:
+def test_the_seed_determines_the_whole_report(llm: LLM, report: ProofReport) -> None:
     with unchecked():
         assert prove(llm, PROMPTS, WORKLOAD).as_object() == report.as_object()
 
@@ -96,18 +98,18 @@ def test_the_engine_is_left_as_it_was(llm: LLM, report: ProofReport) -> None:
 
 
 @pytest.mark.full
-def test_progress_is_told(llm: LLM) -> None:
-    told: list[tuple[str, float]] = []
+def test_progress_is_reported(llm: LLM) -> None:
+    progress: list[tuple[str, float]] = []
     small = ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=200)
     with unchecked():
-        prove(llm, PROMPTS, small, lambda what, done: told.append((what, done)))
+        prove(llm, PROMPTS, small, lambda what, done: progress.append((what, done)))
     for what in ("equality", "law"):
-        shares = [done for name, done in told if name == what]
+        shares = [done for name, done in progress if name == what]
         assert shares == sorted(shares)
         assert shares[-1] == 1
 
 
-def test_nothing_to_prove_is_a_mistake(llm: LLM) -> None:
+def test_an_empty_workload_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="draft: it is missing"):
         prove(LLM(str(TARGET)), ["Once"])
     with pytest.raises(InvalidRequest, match="prompts: the list is empty"):

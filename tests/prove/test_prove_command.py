@@ -31,11 +31,11 @@ def line(target: Path, draft: Path, prompts: Path) -> list[str]:
     return ["--model", str(target), "--draft", f"model:{draft}", "--prompts", str(prompts)]
 
 
-def test_one_prompt_is_no_prompts(prompts: Path) -> None:
+def test_one_prompt_is_counted_in_the_singular(prompts: Path) -> None:
     assert "× 1 prompt, " in run(TARGET, SMALL, prompts, "--num-prompts", "1", "--max-tokens", "4").stdout
 
 
-def test_a_true_engine_holds(prompts: Path) -> None:
+def test_the_proof_holds_for_an_exact_engine(prompts: Path) -> None:
     result = run(TARGET, SMALL, prompts)
     assert result.exit_code == 0, result.output
     assert "12 runs × 3 prompts, 432 tokens: identical" in result.stdout
@@ -51,10 +51,10 @@ def test_a_planted_fault_is_found_at_its_place(prompts: Path, monkeypatch: pytes
     wrong_token_at(13)(monkeypatch)
     result = run(TARGET, SMALL, prompts, "--json")
     assert result.exit_code == 1
-    told = json.loads(result.stdout)
-    assert told["holds"] is False
+    report = json.loads(result.stdout)
+    assert report["holds"] is False
     lengths = [len(Tokenizer.load(TARGET).encode(prompt)) for prompt in PROMPTS]
-    differences = told["equality"]["differences"]
+    differences = report["equality"]["differences"]
     assert len(differences) == 12 * 3
     for d in differences:
         assert d["position"] == 13 - lengths[d["request"]]
@@ -78,10 +78,10 @@ def test_the_card_says_what_kind_of_fault_it_is(prompts: Path, monkeypatch: pyte
 def test_mistakes_are_one_line_and_status_2(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "fine"}\n{"promt": "typo"}\n')
-    said = refusal("prove", *line(TARGET, SMALL, file))
-    assert f"{file}:2: none of the fields prompt, text, turns (only promt)" in said
+    message = refusal("prove", *line(TARGET, SMALL, file))
+    assert f"{file}:2: none of the fields prompt, text, turns (only promt)" in message
     file = tmp_path / "long.txt"
     file.write_text("fine\n" + "word " * 600)
-    said = refusal("prove", *line(TARGET, SMALL, file))
-    assert f"{file}:2: " in said
-    assert "use shorter --prompts" in said
+    message = refusal("prove", *line(TARGET, SMALL, file))
+    assert f"{file}:2: " in message
+    assert "use shorter --prompts" in message

@@ -27,36 +27,36 @@ def ask(url: str, folder: Path, num_texts: int) -> Result:
 
 
 @pytest.mark.full
-def test_an_exact_server_holds_as_its_library_does(tmp_path: Path) -> None:
+def test_the_proof_holds_for_an_exact_server_as_for_the_library(tmp_path: Path) -> None:
     with unchecked(), drafting() as llm:
         report = prove(llm, PROMPTS, ProofWorkload(3, 12, (0.0,), (1,), (Speculation(3),), num_texts=100))
         with running(llm) as server:
             result = ask(server.url, tmp_path, 200)
     assert report.holds
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert found["holds"] is True
-    assert found["equality"]["num_drafted"] > 0
-    assert found["equality"]["differences"] == []
+    report_object = json.loads(result.stdout)
+    assert report_object["holds"] is True
+    assert report_object["equality"]["num_drafted"] > 0
+    assert report_object["equality"]["differences"] == []
 
 
-@pytest.mark.short("a-guess-accepted-unseen")
+@pytest.mark.short("a-draft-token-accepted-unseen")
 @pytest.mark.parametrize("name", list(TOKEN_MUTANTS), ids=lambda name: name.replace(" ", "-"))
 def test_a_wrong_token_is_found_through_the_interface(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trees are asked for, since two of the faults are of trees alone."""
+    """With trees, since two of the faults are in trees only."""
     planted(name, monkeypatch)
     with unchecked(), drafting(speculation=Speculation(3, 2)) as llm, running(llm) as server:
         result = ask(server.url, tmp_path, 100)
     assert result.exit_code == 1, result.output
-    found = json.loads(result.stdout)
-    assert found["faulty"] is True
-    assert "fault" in {each["meaning"] for each in found["equality"]["differences"]}
+    report_object = json.loads(result.stdout)
+    assert report_object["faulty"] is True
+    assert "fault" in {each["meaning"] for each in report_object["equality"]["differences"]}
 
 
 @pytest.mark.full
-def test_a_wrong_law_is_found_through_the_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_distribution_is_found_through_the_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Coins that reuse the noise of the draft: at temperature 0 nothing shows, at temperature 1 the law is another.
 
     The speculating server alone does not fit the exact law, and the counts of twice the texts confirm it.
@@ -65,8 +65,8 @@ def test_a_wrong_law_is_found_through_the_interface(tmp_path: Path, monkeypatch:
     with unchecked(), drafting(verification="token") as llm, running(llm) as server:
         result = ask(server.url, tmp_path, 1500)
     assert result.exit_code == 1, result.output
-    found = json.loads(result.stdout)
-    assert found["equality"]["differences"] == []
-    (law,) = found["laws"]
+    report_object = json.loads(result.stdout)
+    assert report_object["equality"]["differences"] == []
+    (law,) = report_object["laws"]
     assert (law["holds"], law["exact"], law["num_texts"]) == (False, False, 2 * 1500)
     assert law["law_p"] < LEVEL <= law["control_p"]

@@ -92,7 +92,7 @@ def test_a_killed_run_goes_on_to_the_very_same_weights(
         cook_foreign(other, source, target, tmp_path / "again", tmp_path / "parts", quiet)
 
 
-def test_the_targets_texts_are_told_in_the_drafts_tokens(
+def test_the_targets_texts_are_encoded_in_the_drafts_tokens(
     source: Path, target: Path, tmp_path: Path, quiet: Progress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = read_corpus(source)

@@ -27,7 +27,7 @@ def test_tokens_per_round_are_the_expected_length_of_what_is_accepted() -> None:
     assert found.tokens_per_round[2] == 1.2  # counted
 
 
-def test_a_drafter_that_seldom_guesses_is_not_promised_what_its_guesses_are_worth() -> None:
+def test_the_predicted_speedup_uses_at_most_the_measured_tokens_per_round() -> None:
     rates = {"0.0": Acceptance.of((0.9,) * 4, 4.0), "1.0": Acceptance.of((0.9,) * 4, 1.2)}
     figures = DrafterFigures("suffix", 4, rates, (1.0, 1.1, 1.2, 1.3))
     assert figures.speed_up == 1.2

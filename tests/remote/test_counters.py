@@ -1,4 +1,4 @@
-"""Counters of guesses, as each engine writes them, and what follows for acceptance."""
+"""Counters of draft tokens in each engine's format, and the acceptance computed from them."""
 
 from dataclasses import replace
 
@@ -109,7 +109,7 @@ def test_sglangs_verifications_and_gauges_give_a_chain_of_equal_chances() -> Non
     assert older.reached is None
 
 
-def test_what_counts_nothing_says_nothing() -> None:
+def test_missing_counters_give_no_acceptance() -> None:
     assert not counts_of(None, "vllm:").known
     assert not counts_of("<html>", "vllm:").known
     assert not counts_of(VLLM, UNKNOWN.prefix).known
@@ -118,15 +118,15 @@ def test_what_counts_nothing_says_nothing() -> None:
     assert not counts_of_answers([]).known
 
 
-def test_guesses_beyond_the_end_of_an_answer_make_no_round_longer() -> None:
-    """vLLM counted 9 of 9 guesses as accepted in an answer of 12 tokens, the first of which came from the prompt."""
+def test_draft_tokens_beyond_the_end_of_an_answer_make_no_round_longer() -> None:
+    """vLLM counted 9 of 9 draft tokens as accepted in an answer of 12 tokens, the first from the prompt."""
     acceptance = acceptance_of(SpeculationCounts(3.0, 9.0, 9.0, accepted_at_depth=(3.0, 3.0, 3.0)), 11)
     assert acceptance is not None
     assert acceptance.tokens_per_round == 11 / 3
     assert acceptance.covered == 1.0
 
 
-def test_answers_tell_what_metrics_do_not() -> None:
+def test_counts_in_answers_are_used_where_metrics_have_none() -> None:
     counts = counts_of_answers([{"num_drafted": 9, "num_accepted": 4, "num_rounds": 6}, {"num_drafted": 3}])
     acceptance = acceptance_of(counts, 10)
     assert acceptance is not None

@@ -1,4 +1,4 @@
-"""Where two servers' answers part, and what a difference means."""
+"""The first difference of two servers' answers, and what it means."""
 
 import asyncio
 import math
@@ -63,7 +63,7 @@ def test_of_several_tokens_that_fit_a_text_the_likeliest_counts() -> None:
     assert (found.position, found.other, found.meaning) == (1, " th", "near tie")
 
 
-def test_tokens_that_are_not_the_text_prove_nothing() -> None:
+def test_tokens_that_do_not_spell_the_text_are_not_compared() -> None:
     """Behind parts of a character a count of characters is none of tokens: the token there is another one."""
     tokens = tuple(TokenChance(word, likely) for word, likely in (("\ufffd", NEAR), ("\ufffd", NEAR), (" a", FAR)))
     plain = RemoteAnswer("é a", tokens, False)
@@ -117,12 +117,12 @@ def test_drift_is_that_of_the_shared_beginning() -> None:
     assert largest_drift([answer(" a", named=False)], [answer(" a", named=False)]) is None
 
 
-class Saying(AnswerClient):
-    """Says the same to every prompt: one answer alone, another one beside others."""
+class FixedAnswers(AnswerClient):
+    """Gives every prompt the same answer: one for a single request, another one for concurrent requests."""
 
-    def __init__(self, alone: RemoteAnswer, beside: RemoteAnswer) -> None:
+    def __init__(self, alone: RemoteAnswer, concurrent: RemoteAnswer) -> None:
         server: Any = SimpleNamespace(counts=self.counts)
-        self.server, self.most_likely, self.said = server, 3, {1: alone, AT_ONCE: beside}
+        self.server, self.most_likely, self.answers = server, 3, {1: alone, AT_ONCE: concurrent}
 
     async def counts(self) -> SpeculationCounts:
         return SpeculationCounts()
@@ -137,22 +137,22 @@ class Saying(AnswerClient):
         *_: Any,
         **__: Any,
     ) -> list[RemoteAnswer]:
-        return [self.said[at_once]] * len(prompts)
+        return [self.answers[at_once]] * len(prompts)
 
 
-def compared(plain: Saying, speculating: Saying) -> TextEquality:
-    """What is found of two servers, after one prompt."""
+def compared(plain: FixedAnswers, speculating: FixedAnswers) -> TextEquality:
+    """The comparison of two servers after one prompt."""
     workload = ProofWorkload(num_prompts=1)
     return asyncio.run(compare_texts(speculating, plain, [Passage("x", "")], workload, lambda *_: None))
 
 
 @pytest.mark.parametrize(("drift", "meaning"), [(0.05, "fault"), (0.2, "fault"), (0.5, "near tie")])
 def test_near_ties_are_as_wide_as_twice_the_plain_servers_own_noise(drift: float, meaning: str) -> None:
-    """Its log-probabilities drift beside others; the other answer was worse by 0.8 of a logit."""
-    alone, beside = ({" a": -0.1 - more, " b": -0.9} for more in (0.0, drift))
-    plain = Saying(answer(" a", likely=alone), answer(" a", likely=beside))
+    """Its log-probabilities drift with concurrent requests; the other answer was worse by 0.8 of a logit."""
+    alone, concurrent = ({" a": -0.1 - more, " b": -0.9} for more in (0.0, drift))
+    plain = FixedAnswers(answer(" a", likely=alone), answer(" a", likely=concurrent))
     other = answer(" b", likely=alone)
-    found = compared(plain, Saying(other, other))
+    found = compared(plain, FixedAnswers(other, other))
     assert found.noise == pytest.approx(drift)
     assert found.tolerance == pytest.approx(max(NEAR_TIE, 2 * drift))
     assert [each.meaning for each in found.differences] == [meaning] * 2

@@ -1,4 +1,4 @@
-"""What measured blocks say of other depths and loads, on blocks that a known economy made."""
+"""The forecast from measured blocks to other depths and loads, on blocks with known costs."""
 
 import math
 import random
@@ -46,7 +46,7 @@ def counts_of(depth: int, rates: Sequence[float]) -> SpeculationCounts:
 
 
 def pair(clients: int, cost: float, repetition: int = 0, noise: float = 1.0) -> list[ServedBlock]:
-    """Both contenders where rounds of DEPTH guesses cost so many plain ones."""
+    """Both contenders where rounds of DEPTH draft tokens cost so many plain ones."""
     token_s = noise * PLAIN_S * cost / expected_tokens(RATES, DEPTH)
     return [
         block(SPECULATING, clients, repetition, token_s, counts_of(DEPTH, RATES)),
@@ -73,7 +73,7 @@ def test_costs_and_speed_ups_are_those_of_the_economy() -> None:
 
 
 def test_one_measured_depth_leaves_what_others_cost_between_two_bounds() -> None:
-    """Without noise: no less than a shallower round, no more for each guess."""
+    """Without noise: no less than a shallower round, no more for each draft token."""
     found = cell_of(1, pair(1, 2.0))
     for depth in (1, 2, 3):
         tokens, least = expected_tokens(RATES, depth), max(1.0, 2.0 * depth / DEPTH)
@@ -87,7 +87,7 @@ def test_one_measured_depth_leaves_what_others_cost_between_two_bounds() -> None
     assert found.by_depth[DEPTH].low == found.by_depth[DEPTH].high == pytest.approx(tokens / 2.0)
 
 
-def test_rounds_that_seem_to_cost_less_than_plain_ones_give_no_wonders() -> None:
+def test_rounds_measured_cheaper_than_plain_ones_do_not_raise_the_forecast() -> None:
     found = cell_of(1, pair(1, 0.6))
     for depth in range(1, DEPTH):
         tokens = expected_tokens(RATES, depth)
@@ -99,9 +99,9 @@ Costs = Callable[[int], float]
 
 
 def random_costs(noise: random.Random) -> Costs:
-    """What rounds of a server cost: drafting at all, each guess, and passes that are free up to some size."""
-    drafting, guess, free = noise.choice([0.0, 0.5]), noise.uniform(0.0, 0.3), noise.choice([1, 2, 5, 30])
-    return lambda depth: max(1.0, (1 + depth) / free if free > 1 else 1.0) + drafting + guess * depth
+    """What rounds of a server cost: drafting at all, each draft token, and passes that are free up to some size."""
+    drafting, draft_token, free = noise.choice([0.0, 0.5]), noise.uniform(0.0, 0.3), noise.choice([1, 2, 5, 30])
+    return lambda depth: max(1.0, (1 + depth) / free if free > 1 else 1.0) + drafting + draft_token * depth
 
 
 def seen(costs: Costs, rates: Sequence[float], depths: Sequence[int], noise: random.Random) -> ServedCell:
@@ -118,7 +118,7 @@ def seen(costs: Costs, rates: Sequence[float], depths: Sequence[int], noise: ran
 
 
 @pytest.mark.parametrize("depths", [(1,), (4,), (1, 4), (2, 3)], ids=str)
-def test_ranges_hold_the_truth_as_often_as_is_said_and_no_depth_is_advised_that_may_hurt(
+def test_ranges_cover_the_truth_at_the_stated_rate_and_no_depth_is_advised_that_may_be_slower(
     depths: tuple[int, ...],
 ) -> None:
     noise, inside, asked, misled = random.Random(str(depths)), dict[int, int](), 300, 0
@@ -147,7 +147,7 @@ def test_two_measured_depths_leave_less_open_than_one() -> None:
 
 
 def test_drafts_in_a_part_of_the_rounds_are_worth_less() -> None:
-    """Half of the rounds guess nothing and take as long as plain ones."""
+    """Half of the rounds draft nothing and take as long as plain ones."""
     both, tokens = pair(1, 1.8), expected_tokens(RATES, DEPTH)
     rounds = 800 / (1 + (tokens - 1) / 2)
     counts = SpeculationCounts(
@@ -163,7 +163,7 @@ def test_drafts_in_a_part_of_the_rounds_are_worth_less() -> None:
     assert found.by_depth[2].low == pytest.approx((1 + 0.5 * 1.36) / 1.4)
 
 
-def test_it_slower_from_where_it_is_slower_at_that_load_and_all_above() -> None:
+def test_slower_from_is_the_least_load_from_which_all_are_slower() -> None:
     gives = expected_tokens(RATES, DEPTH)
     costs = {1: 1.5, 4: 1.1 * gives, 8: 0.9 * gives, 16: 1.2 * gives, 32: 2 * gives}
     cells = [cell(clients, cost) for clients, cost in costs.items()]

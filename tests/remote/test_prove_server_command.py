@@ -50,7 +50,7 @@ def test_exact_speculation_holds_in_every_dialect(dialect: DialectName, prompts:
     assert ("the server does not report its draft tokens" in result.stdout) == (dialect in ("other", "sglang"))
 
 
-def test_guesses_that_are_accepted_too_often_are_found_at_temperature_0(prompts: Path) -> None:
+def test_draft_tokens_accepted_too_often_are_found_at_temperature_0(prompts: Path) -> None:
     with pair(StandIn("vllm", ToyModel.random(3, nearness=4.0), depth=3, rule="careless")) as servers:
         result = prove(prompts, *servers, "--json", num_texts=100)
     assert result.exit_code == 1, result.output
@@ -62,7 +62,7 @@ def test_guesses_that_are_accepted_too_often_are_found_at_temperature_0(prompts:
 
 
 @pytest.mark.full
-def test_guesses_that_are_accepted_greedily_are_found_at_temperature_1(prompts: Path) -> None:
+def test_draft_tokens_accepted_greedily_are_found_at_temperature_1(prompts: Path) -> None:
     with pair(StandIn("llamacpp", MODEL, depth=3, rule="greedy")) as servers:
         result = prove(prompts, *servers, num_texts=1500)
     assert result.exit_code == 1, result.output
@@ -73,7 +73,7 @@ def test_guesses_that_are_accepted_greedily_are_found_at_temperature_1(prompts: 
 
 
 @pytest.mark.full
-def test_a_server_of_foreruns_is_its_own_measure(prompts: Path) -> None:
+def test_a_forerun_server_is_compared_with_itself(prompts: Path) -> None:
     with StandIn("forerun", MODEL, depth=3).running() as server:
         result = prove(prompts, "--server", server.url)
         assert {body.get("speculation") for body in server.bodies} == {None, False}
@@ -166,10 +166,10 @@ def test_a_server_that_answers_nothing_in_time_is_undecided(prompts: Path) -> No
     with pair(StandIn("vllm", MODEL, depth=3, round_s=0.2), round_s=0.2) as servers:
         result = prove(prompts, *servers, "--time-limit", "2")
     assert result.exit_code == 1, result.output
-    said = " ".join(result.stdout.split())
-    assert "no prompt was answered in time by both servers" in said
-    assert "UNDECIDED: 2 seconds did not suffice for the answers at temperature 0" in said
-    assert "the same answers" not in said
+    output = " ".join(result.stdout.split())
+    assert "no prompt was answered in time by both servers" in output
+    assert "UNDECIDED: 2 seconds did not suffice for the answers at temperature 0" in output
+    assert "the same answers" not in output
     with pair(StandIn("vllm", MODEL, depth=3, round_s=2.0), round_s=2.0) as servers:
         assert "did not answer in time: allow more seconds" in refusal(
             "prove", "--prompts", str(prompts), *servers, "--time-limit", "1"

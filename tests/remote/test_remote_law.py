@@ -1,4 +1,4 @@
-"""The law of a server by counts: exact ones are not accused more often than is said, and wrong ones are found."""
+"""The distribution of a server by counts: exact servers are rejected at the stated level only, wrong ones are found."""
 
 import asyncio
 import math
@@ -37,7 +37,7 @@ MODEL, FIRST, DEPTH = ToyModel.random(3), 0, 3
 def texts(
     rule: Rule | None, num_texts: int, seed: int, named: bool = True, model: ToyModel = MODEL
 ) -> list[RemoteAnswer]:
-    """Texts of a server that speculates by a rule, or of a plain one, which tells log-probabilities."""
+    """Texts of a server that speculates by a rule, or of a plain one, which reports log-probabilities."""
     noise, answers = random.Random(f"{rule} {seed}"), []
     for _ in range(num_texts):
         words = [draw(model.law(FIRST, 1.0), noise)]
@@ -62,7 +62,7 @@ def answer(words: list[int], likely: bool, named: bool, model: ToyModel) -> Remo
 
 @pytest.mark.parametrize("named", [True, False], ids=["by-log-probabilities", "by-counts-of-both"])
 @pytest.mark.full
-def test_exact_servers_are_accused_as_seldom_as_is_said(named: bool) -> None:
+def test_exact_servers_are_rejected_at_the_stated_level(named: bool) -> None:
     """p-values of exact servers are uniform: so many of 200 below 5 %, give or take what chance allows."""
     plain = texts(None, 400, 0, named)
     values = []
@@ -101,8 +101,8 @@ def test_without_log_probabilities_counts_of_both_servers_find_it() -> None:
     assert wrong.p_value < LEVEL <= right.p_value
 
 
-def test_a_plain_server_that_does_not_draw_by_what_it_tells_is_no_measure() -> None:
-    """It draws from its likeliest words alone, as the other server does, and tells chances of all."""
+def test_a_plain_server_that_contradicts_its_log_probabilities_is_no_reference() -> None:
+    """It draws from its likeliest words only, as the other server does, and reports probabilities of all."""
     filtered = ToyModel(np.where(MODEL.logits >= np.sort(MODEL.logits)[:, -3:-2], MODEL.logits, -50.0), MODEL.drafts)
     plain = [
         RemoteAnswer(each.text, answer([WORDS.index(n) for n in each.names], True, True, MODEL).tokens, False)
@@ -118,7 +118,7 @@ def test_a_plain_server_that_does_not_draw_by_what_it_tells_is_no_measure() -> N
 
 
 def test_the_end_of_texts_needs_no_name() -> None:
-    """Texts end at a word that the server does not name; its chance is among those that it tells."""
+    """Texts end at a word that the server does not name; its probability is among those that it reports."""
     end = int(MODEL.law(FIRST, 1.0).argsort()[-2])
 
     def cut(answers: list[RemoteAnswer]) -> list[RemoteAnswer]:
@@ -138,7 +138,7 @@ def test_the_end_of_texts_needs_no_name() -> None:
     assert found.p_value >= LEVEL
 
 
-def test_cells_are_the_law_and_unreadable_tokens_have_none() -> None:
+def test_cells_have_the_probabilities_and_unreadable_tokens_have_none() -> None:
     numbers = TokenNumbers()
     cells = cells_of(texts(None, 1500, 7), 1500, numbers)
     text, chance = next(iter(cells.chances.items()))
@@ -164,7 +164,7 @@ def test_two_samples_of_one_law_and_of_two() -> None:
     assert two_samples([str(i) for i in range(50)], [str(i) for i in range(50)]) is None
 
 
-def test_nothing_to_count_is_said() -> None:
+def test_an_empty_count_is_reported() -> None:
     alike = [RemoteAnswer("same", (), False)] * 100
     found = law_test("x", alike, alike)
     assert "use more texts" in found.problem
@@ -179,14 +179,14 @@ def test_results_are_corrected_for_the_number_of_tests() -> None:
     assert counted.smallest_bias == pytest.approx(math.sqrt(2) * smallest_bias(found.freedom, found.num_texts, 1))
 
 
-class Drawing(AnswerClient):
-    """Draws as quickly as it can: `law` is that of texts, `told` what log-probabilities say of them."""
+class DrawnAnswers(AnswerClient):
+    """Draws texts quickly: `law` is their distribution, `reported` the one of the log-probabilities."""
 
-    def __init__(self, law: np.ndarray, told: np.ndarray | None, noise: np.random.Generator) -> None:
+    def __init__(self, law: np.ndarray, reported: np.ndarray | None, noise: np.random.Generator) -> None:
         server: Any = SimpleNamespace(dialect=dialect_of("", None), counts=self.counts)
-        self.server, self.most_likely = server, 0 if told is None else len(law)
+        self.server, self.most_likely = server, 0 if reported is None else len(law)
         self.law, self.noise, self.seeds = law, noise, list[int]()
-        self.told = {} if told is None else dict(zip(WORDS, np.log(told).tolist(), strict=True))
+        self.reported = {} if reported is None else dict(zip(WORDS, np.log(reported).tolist(), strict=True))
 
     async def counts(self) -> SpeculationCounts:
         return SpeculationCounts()
@@ -197,13 +197,15 @@ class Drawing(AnswerClient):
         self.seeds.extend(seeds)
         drawn = self.noise.choice(len(self.law), (len(prompts), MOST_TOKENS + EXTRA_TOKENS), p=self.law)
         names = np.array(WORDS)[drawn]
-        return [RemoteAnswer("".join(row), tuple(TokenChance(str(n), self.told) for n in row), False) for row in names]
+        return [
+            RemoteAnswer("".join(row), tuple(TokenChance(str(n), self.reported) for n in row), False) for row in names
+        ]
 
 
-def proven_law(plain: np.ndarray, told: np.ndarray, drafted: np.ndarray, seed: int, num_texts: int) -> ServedLaw:
-    """The test of servers whose words are drawn by these chances each."""
+def proven_law(plain: np.ndarray, reported: np.ndarray, drafted: np.ndarray, seed: int, num_texts: int) -> ServedLaw:
+    """The test of servers whose words are drawn with these probabilities."""
     noise = np.random.default_rng(seed)
-    one, other = Drawing(plain, told, noise), Drawing(drafted, told, noise)
+    one, other = DrawnAnswers(plain, reported, noise), DrawnAnswers(drafted, reported, noise)
     workload = ProofWorkload(num_texts=num_texts)
     (found,) = asyncio.run(compare_laws(other, one, [Passage("x", "")], workload, lambda *_: None))
     return found
@@ -214,15 +216,15 @@ def tilted(by: float) -> np.ndarray:
     return softmax(np.linspace(0, 5, len(WORDS)) + by * np.cos(np.arange(len(WORDS))))
 
 
-def test_servers_that_draw_a_little_otherwise_than_they_tell_are_not_accused() -> None:
-    """Counts fit the law that is told, or do not, by chance: one server's may fit where the other's do not."""
+def test_servers_that_differ_slightly_from_their_log_probabilities_are_not_rejected() -> None:
+    """Counts fit the reported distribution or not by chance: one server's may fit where the other's do not."""
     found = [proven_law(tilted(0.42), tilted(0.0), tilted(0.42), seed, 400) for seed in range(25)]
     split = sum(each.control_p >= LEVEL > each.law_p for each in found if each.control_p and each.law_p)
-    assert split > 1  # those that would be accused by the law that is told
+    assert split > 1  # those that a test against the reported distribution would reject
     assert all(each.holds for each in found)
 
 
-def test_an_accusation_takes_counts_of_twice_as_many_texts() -> None:
+def test_a_rejection_needs_counts_of_twice_as_many_texts() -> None:
     wrong = proven_law(tilted(0.0), tilted(0.0), tilted(1.0), 1, 400)
     assert not wrong.holds
     assert (wrong.exact, wrong.num_texts, wrong.num_asked) == (False, 800, 400)
@@ -233,7 +235,7 @@ def test_an_accusation_takes_counts_of_twice_as_many_texts() -> None:
 def test_no_two_texts_are_drawn_with_one_seed() -> None:
     """Servers that draw alike by a seed would otherwise give both samples the same texts."""
     noise = np.random.default_rng(0)
-    asked = Drawing(tilted(0.0), None, noise)
+    asked = DrawnAnswers(tilted(0.0), None, noise)
     openings = [Passage(text, "") for text in "ab"]
     asyncio.run(
         compare_laws(asked, asked, openings, ProofWorkload(num_texts=50, num_openings=2, seed=7), lambda *_: None)

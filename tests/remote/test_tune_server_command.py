@@ -19,7 +19,7 @@ MODEL = ToyModel.random(3, nearness=0.5)
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else is busy, and servers come to rest at once."""
+    """No other program is busy, and servers are idle at once."""
     monkeypatch.setattr(measure, "REST_S", measure.LEAST_S)
     looks = iter(range(10**6))
     quiet = lambda: Neighbours(clock=lambda: float(next(looks)), others_s=lambda: 0.0)  # noqa: E731
@@ -57,7 +57,7 @@ def test_every_dialects_counters_are_read_and_the_speed_up_is_measured(dialect: 
 
 
 @pytest.mark.full
-def test_loads_at_which_it_hurts_are_named_with_what_to_set() -> None:
+def test_loads_at_which_it_is_slower_are_named_with_the_setting() -> None:
     server, plain = StandIn("vllm", MODEL, depth=DEPTH, round_s=ROUND_S, crowd=3.0), StandIn(round_s=ROUND_S)
     plain.model = MODEL
     with server.running(), plain.running():
@@ -70,7 +70,7 @@ def test_loads_at_which_it_hurts_are_named_with_what_to_set() -> None:
     assert "answers    " in result.stdout
 
 
-def test_one_server_alone_says_what_is_not_known() -> None:
+def test_with_one_server_the_report_names_what_is_unknown() -> None:
     with StandIn("llamacpp", MODEL, depth=DEPTH, round_s=ROUND_S).running() as server:
         result = tune("--server", server.url, "--clients", "1")
     assert result.exit_code == 0, result.output
@@ -121,7 +121,7 @@ def test_without_counters_the_speed_up_is_all_that_is_known() -> None:
 
 
 @pytest.mark.full
-def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(10**6))
     busy = lambda: Neighbours(clock=lambda: float(next(looks)), others_s=lambda: 0.7 * next(looks))  # noqa: E731
     monkeypatch.setattr(measure, "Neighbours", busy)

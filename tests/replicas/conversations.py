@@ -9,7 +9,7 @@ OPENINGS = [f"def function_{number}({', '.join('abcdefgh'[:number])}):\n" + "   
 
 
 def known_share(post: Callable[[dict[str, Any]], dict[str, Any]]) -> float:
-    """The share of all prompts' tokens that was not read again; a turn's prompt is all that was said so far."""
+    """The share of all prompts' tokens that was not read again; a turn's prompt is the whole conversation so far."""
 
     def hold(number: int) -> list[dict[str, Any]]:
         text, usages = OPENINGS[number], []

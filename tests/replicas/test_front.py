@@ -109,7 +109,7 @@ def test_a_begun_stream_that_cannot_go_on_ends_with_the_error(server: Served, mo
     assert "repeat the request" in events[-1]["error"]["message"]
 
 
-def test_what_a_replica_refuses_is_told(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replicas_refusal_reaches_the_client(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     running, replicas = server
 
     def fail(*_: object) -> Any:
@@ -139,8 +139,8 @@ def test_metrics_of_all_replicas_are_on_one_page(server: Served) -> None:
         lines = http.get("/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     for replica, engine in replicas.there.items():
-        told = float(values[f'forerun:generation_tokens_total{{replica="{replica}"}}'])
-        assert told == engine.llm.stats.num_emitted > 0
+        counted = float(values[f'forerun:generation_tokens_total{{replica="{replica}"}}'])
+        assert counted == engine.llm.stats.num_emitted > 0
         assert f'forerun:num_requests_running{{replica="{replica}"}}' in values
     assert float(values["forerun:num_replicas"]) == 2
     assert float(values["forerun:requests_taken_over_total"]) >= 1
@@ -185,7 +185,7 @@ def test_many_clients_are_answered_as_by_one_engine(server: Served) -> None:
 
 
 @pytest.mark.full
-def test_eight_conversations_find_what_two_replicas_know_of_them() -> None:
+def test_eight_conversations_go_to_the_replica_that_has_their_cache() -> None:
     """Each replica has places for all, so that none is ever so much busier that a conversation leaves it."""
     shares = []
     for number in (1, 2):

@@ -97,7 +97,7 @@ def test_whatever_ray_calls_a_loss_costs_no_token(
     assert not handle.losses
 
 
-def test_an_error_of_the_replicas_code_is_told_and_not_tried_again(served: tuple[Any, Handle]) -> None:
+def test_an_error_of_the_replicas_code_is_reported_and_not_retried(served: tuple[Any, Handle]) -> None:
     running, handle = served
     fault = exceptions.RayTaskError("answer", "", ValueError("a fault")).as_instanceof_cause()
     handle.losses = [(0, fault), (0, fault)]
@@ -145,7 +145,7 @@ def test_requests_that_end_in_any_way_are_counted_no_longer() -> None:
         asyncio.run(all_ways())
 
 
-def test_a_request_that_is_over_before_it_is_told_to_be_routed_is_not_counted() -> None:
+def test_a_request_that_ends_before_it_is_reported_as_routed_is_not_counted() -> None:
     async def too_short() -> None:
         made, request = router(), pending("short")
         await made.choose_replicas(REPLICAS, request)
@@ -159,7 +159,7 @@ def test_a_request_that_is_over_before_it_is_told_to_be_routed_is_not_counted() 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({}, "model: .*under args"),
         ({"model": "stdlib", "max_num_seq": 4}, "'max_num_seq'.*did you mean 'max_num_seqs'"),
@@ -169,6 +169,6 @@ def test_a_request_that_is_over_before_it_is_told_to_be_routed_is_not_counted() 
         ({"model": "stdlib", "replicas": "2:1"}, "replicas: 2:1"),
     ],
 )
-def test_arguments_of_an_application_are_checked_where_it_is_built(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ForerunError, match=told):
+def test_arguments_of_an_application_are_checked_where_it_is_built(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ForerunError, match=message):
         application(arguments)

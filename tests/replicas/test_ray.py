@@ -86,7 +86,7 @@ def test_every_answer_is_one_engines_while_replicas_are_killed(server: tuple[str
     assert num_answered >= NUM_CLIENTS
 
 
-def test_conversations_find_what_replicas_know_of_them(server: tuple[str, subprocess.Popen[str]]) -> None:
+def test_conversations_go_to_the_replica_that_has_their_cache(server: tuple[str, subprocess.Popen[str]]) -> None:
     url, _ = server
     shares = []
     with LLM(str(TARGET), dtype="float32", max_num_seqs=8) as llm, running(llm) as plain_server:
@@ -182,8 +182,8 @@ def page_command(name: str) -> list[str]:
     return [sys.executable, "-m", "forerun", *shlex.split(line)]
 
 
-def test_the_pages_server_answers_and_ends_soon_where_rays_processes_are_told_to_end_too() -> None:
-    """As systemd does, unless it is told otherwise; Ray's own way out would take a minute, and end with an error."""
+def test_the_pages_server_answers_and_ends_soon_when_rays_processes_are_ended_too() -> None:
+    """As systemd does, unless configured otherwise; Ray's own way out would take a minute, and end with an error."""
     process = launched([*page_command("serve"), "--port", "0"], subprocess.PIPE)
     assert process.stderr is not None
     url = next(line for line in process.stderr if "/v1" in line).split(" at ")[1].split("/v1")[0]
@@ -195,8 +195,8 @@ def test_the_pages_server_answers_and_ends_soon_where_rays_processes_are_told_to
     for each in (there, *there.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             each.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=40.0)
-    assert process.returncode == 0, told
+    _, errors = process.communicate(timeout=40.0)
+    assert process.returncode == 0, errors
 
 
 def test_the_pages_file_is_answered_as_by_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,12 +210,12 @@ def test_the_pages_file_is_answered_as_by_one_engine(tmp_path: Path, monkeypatch
     assert shared == output.read_bytes()
 
 
-def test_a_model_that_is_not_there_is_told_by_the_command() -> None:
+def test_a_missing_model_is_reported_by_the_command() -> None:
     words = [word if word != str(TARGET) else "./no-such-model" for word in command("--replicas", "1")]
     process = launched(words, subprocess.PIPE)
-    _, told = process.communicate(timeout=PATIENCE_S)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
-    assert "no-such-model" in told.splitlines()[-1]
+    assert "no-such-model" in errors.splitlines()[-1]
 
 
 def test_an_address_without_a_cluster_is_refused_at_once() -> None:

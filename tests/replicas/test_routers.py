@@ -123,8 +123,8 @@ def test_sglangs_gateway_routes_to_plain_servers() -> None:
     with two_servers("--lenient") as servers:
         page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
         (line,) = re.findall(r"^python (-m sglang_router.*)$", page, re.MULTILINE)
-        for said, meant in (("127.0.0.1:8001", servers[0][1]), ("127.0.0.1:8002", servers[1][1])):
-            line = line.replace(f"http://{said}", meant)
+        for written, address in (("127.0.0.1:8001", servers[0][1]), ("127.0.0.1:8002", servers[1][1])):
+            line = line.replace(f"http://{written}", address)
         words = [sys.executable, *shlex.split(line.replace("--port 8000", f"--port {port}"))]
         with router([*words, "--prometheus-port", str(metrics)], port) as http:
             for _ in range(4):

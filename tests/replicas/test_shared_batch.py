@@ -83,16 +83,16 @@ def test_answers_are_one_engines_in_the_order_of_the_input(
     assert "9 of 10 lines answered" in result.stderr
     assert {*replicas.took} == {"r0", "r1"}
     assert 9 + (losses != []) <= len(replicas.took) <= 9 + len(losses)  # what is lost behind an answer costs nothing
-    told = answers(tmp_path / "shared")
-    assert [answer["line"] for answer in told] == list(range(1, 10))
-    for story, answer in zip(STORIES, told, strict=True):
+    answered = answers(tmp_path / "shared")
+    assert [answer["line"] for answer in answered] == list(range(1, 10))
+    for story, answer in zip(STORIES, answered, strict=True):
         params = SamplingParams(max_tokens=12, temperature=1.0, seed=answer["seed"])
         with unchecked():
             (wanted,) = alone.generate(story, params, use_tqdm=False)
         assert (answer["token_ids"], answer["text"]) == (list(wanted.outputs[0].token_ids), wanted.outputs[0].text)
         assert answer["seed"] == 5 + STORIES.index(story)
     stats = json.loads(result.stdout)["stats"]
-    assert stats["num_tokens"] == sum(len(answer["token_ids"]) for answer in told)
+    assert stats["num_tokens"] == sum(len(answer["token_ids"]) for answer in answered)
     assert 0 < stats["num_accepted"] <= stats["num_drafted"]
     assert 0 < stats["num_rounds"] <= stats["num_tokens"]
 
@@ -160,12 +160,12 @@ def test_replicas_of_another_fingerprint_are_refused(run: Callable[..., Result],
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--replicas", "2", "a prompt"], "replicas: it needs a file of prompts: name one with --input"),
         (["--ray", "auto", "--input", "x.jsonl"], "ray: auto needs --replicas"),
         (["--replicas", "2:1", "--input", "x.jsonl"], "replicas: 2:1 is not a valid range"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(words: list[str], told: str) -> None:
-    assert told in refusal("generate", "-m", "m", *words)
+def test_options_that_do_not_go_together_are_refused(words: list[str], message: str) -> None:
+    assert message in refusal("generate", "-m", "m", *words)

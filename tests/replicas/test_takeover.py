@@ -1,4 +1,4 @@
-"""Takeover: what another replica gives again is left out, wherever its rounds end and whatever was held back."""
+"""Takeover: what another replica generates again is left out, wherever its rounds end and whatever was held back."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ WORDS = ["Once", " upon", " a", " time", "", " there", " was", " é", " dog", ".
 
 
 def sequence() -> Sample:
-    """A sample that has said nothing yet."""
+    """A sample that has sent nothing yet."""
     return plain().requests.sequences(Request.of([5, 6, 7], SamplingParams(seed=1)))[0]
 
 

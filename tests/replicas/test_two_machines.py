@@ -98,10 +98,10 @@ class Cluster:
         self.servers.append(process)
         patience = threading.Timer(PATIENCE_S, process.kill)
         patience.start()
-        told = list[str]()
+        lines = list[str]()
         while "/v1" not in (line := process.stderr.readline()):
-            told.append(line)
-            assert line, f"it ended: {''.join(told[-20:])}"
+            lines.append(line)
+            assert line, f"it ended: {''.join(lines[-20:])}"
         patience.cancel()
         threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
 
@@ -155,7 +155,7 @@ def test_a_server_that_was_killed_is_started_again_in_the_place_of_its_replicas(
 
 @pytest.mark.parametrize("lose", [Machine.kill_all, Machine.pull_cable])
 def test_a_machine_that_is_lost_costs_no_answer(cluster: Cluster, lose: Callable[[Machine], None]) -> None:
-    """Behind a cable that is pulled it does not say that it is gone."""
+    """A machine whose cable is pulled sends no message that it is gone."""
     cluster.join()
     until(lambda: cluster.replicas() == [1, 1] and num_running(cluster.url) == 2, PATIENCE_S, 0.5)
     before, times = num_taken_over(cluster.url), count()

@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.short("2")
 @pytest.mark.parametrize("depth", [2, 4])
-def test_no_value_in_tokenizer_json_raises_raw(folder: Path, depth: int) -> None:
+def test_no_value_in_tokenizer_json_raises_another_error(folder: Path, depth: int) -> None:
     path = folder / "tokenizer.json"
     whole = json.loads(path.read_text())
     if depth > 2:  # with a small vocabulary, which is read again and again
@@ -66,7 +66,7 @@ def test_no_value_in_tokenizer_json_raises_raw(folder: Path, depth: int) -> None
 
 @pytest.mark.short("special_tokens_map.json")
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_no_value_beside_it_raises_raw(folder: Path, name: str) -> None:
+def test_no_value_in_the_other_files_raises_another_error(folder: Path, name: str) -> None:
     named = {key: value for key, value in CONFIG.items() if key != "added_tokens_decoder"}
     whole = CONFIG if name == "tokenizer_config.json" else named
     (folder / "tokenizer_config.json").unlink()

@@ -91,8 +91,10 @@ def same_ids(folder: Path, theirs: Any, about: object) -> None:
 )
 @pytest.mark.parametrize("saved", ["as it is", "with BOS", "with both"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_ids_are_those_of_transformers_whatever_is_said_of_bos_and_eos(name: str, saved: str, tmp_path: Path) -> None:
-    """What tokenizer.json puts around texts counts; `add_bos_token` and `add_eos_token` beside it do not."""
+def test_ids_are_those_of_transformers_whatever_the_configuration_of_bos_and_eos(
+    name: str, saved: str, tmp_path: Path
+) -> None:
+    """tokenizer.json decides what surrounds texts; `add_bos_token` and `add_eos_token` of the configuration do not."""
     tokenizer = trained(name)
     if saved != "as it is" and tokenizer.bos_token is not None:
         tokenizer.add_bos_token = True

@@ -17,7 +17,7 @@ LIMIT_S = 60.0  # which only ends a hang
 
 @dataclass
 class FakeServer:
-    """Writes WORDS, each after a delay; `delays` and `words` are told the body. Remembers bodies and when it wrote.
+    """Writes WORDS, each after a delay; `delays` and `words` get the body. Records bodies and when it wrote.
 
     How a delay goes by is up to `wait`, and what time it is to `clock`. It answers a body once as many were there at
     the same time as `company` says.

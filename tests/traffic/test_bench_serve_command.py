@@ -33,12 +33,12 @@ def test_modes_of_a_server_are_compared(tmp_path: Path) -> None:
             assert cell["tokens_per_round"] == 1 if mode == "off" else cell["tokens_per_round"] >= 1
             assert cell["by_category"].keys() == {"tale", "deed"}
         assert all(2 <= each["num_tokens"] <= 16 and each["error"] is None for each in found["requests"])
-        told = refusal("bench", "serve", "--url", server.url, "--served-model-name", "other")
-        assert "name one of stories" in told
+        message = refusal("bench", "serve", "--url", server.url, "--served-model-name", "other")
+        assert "name one of stories" in message
 
 
 def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
-    for arguments, said in (
+    for arguments, message in (
         (["--rate", "fast"], "rate: 'fast' must be numbers"),
         (["--rate", "-1"], "rate: -1 must be a number of requests per second above 0"),
         (["--concurrency", "1.5"], "concurrency: 1.5 must be a whole number"),
@@ -51,4 +51,4 @@ def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
         (["--url", "http://127.0.0.1:9"], "start the server, or give another address"),
         (["--url", "localhost:9"], "begin it with http:// or https://"),
     ):
-        assert said in refusal("bench", "serve", *arguments)
+        assert message in refusal("bench", "serve", *arguments)

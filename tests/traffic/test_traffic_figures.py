@@ -123,11 +123,11 @@ def test_percentiles_are_over_requests() -> None:
 
 def test_the_report_is_json_and_is_shown_whole() -> None:
     report = report_of(ServiceLevel(between_s=0.05))
-    told = json.loads(json.dumps(report.as_object(), allow_nan=False))
-    assert [each["load"]["value"] for each in told["capacity"]] == [1.0, 2.0]
-    assert told["cells"][1]["times"]["between_tokens_s"]["p95"] == pytest.approx(0.02)
-    assert set(told["cells"][0]["by_category"]) == {"a", "b"}
-    assert len(told["requests"]) == 3 * 2 * 2 * 20
+    as_object = json.loads(json.dumps(report.as_object(), allow_nan=False))
+    assert [each["load"]["value"] for each in as_object["capacity"]] == [1.0, 2.0]
+    assert as_object["cells"][1]["times"]["between_tokens_s"]["p95"] == pytest.approx(0.02)
+    assert set(as_object["cells"][0]["by_category"]) == {"a", "b"}
+    assert len(as_object["requests"]) == 3 * 2 * 2 * 20
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(traffic_card(report))
     text = console.export_text()
@@ -146,7 +146,7 @@ def test_the_picture_has_a_row_of_panels_for_each_kind_of_load_and_a_line_for_ea
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "field"),
     [
         (lambda: ServerLoad("rate", 0.0), "rate"),
         (lambda: ServerLoad("concurrency", 1.5), "concurrency"),
@@ -160,6 +160,6 @@ def test_the_picture_has_a_row_of_panels_for_each_kind_of_load_and_a_line_for_ea
         (lambda: ServiceLevel(percentile=0.0), "sla_percentile"),
     ],
 )
-def test_mistakes_name_their_field(make: Any, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{said}: "):
+def test_mistakes_name_their_field(make: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: "):
         make()

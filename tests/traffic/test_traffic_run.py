@@ -20,11 +20,11 @@ FAST = ServerLoad("rate", 1000.0)
 
 
 def silent(what: str, done: float) -> None:
-    """Tells nobody."""
+    """Reports nothing."""
 
 
 def load_test(server: FakeServer, load: ServerLoad = FAST, modes: tuple[str, ...] = (), **own: Any) -> TrafficReport:
-    """What a load test of this server finds."""
+    """The report of a load test of this server."""
     requests = {"num_requests": 6, "repeats": 1, "max_tokens": 8} | own.pop("requests", {})
     address = {"chat": own.pop("chat", False), "api_key": own.pop("api_key", "")}
     plan, level = (
@@ -103,7 +103,7 @@ def test_at_a_rate_requests_do_not_wait_for_answers_and_at_once_they_do() -> Non
     assert all(answer.due_s <= answer.sent_s for answer in the_block(report).answers)
 
 
-def test_what_a_request_waits_to_be_sent_counts() -> None:
+def test_the_wait_before_sending_counts_in_the_times() -> None:
     """The server stops everything for a while: requests that were due meanwhile are sent late."""
 
     def stall(body: Mapping[str, Any]) -> tuple[float, ...]:
@@ -157,7 +157,7 @@ def test_another_server_is_asked_as_it_is() -> None:
         load_test(FakeServer(), seed=3)
 
 
-def test_without_a_usage_chunks_are_counted_and_told() -> None:
+def test_without_a_usage_chunks_are_counted_and_the_report_says_so() -> None:
     report = load_test(FakeServer(usage=False))
     assert {answer.num_tokens for answer in the_block(report).answers} == {len(WORDS)}
     assert not report.figures[0].counted
@@ -188,7 +188,7 @@ def test_failures_count_and_have_no_times() -> None:
     assert figures.holds is False
 
 
-def test_a_server_that_would_refuse_everything_is_told_at_once() -> None:
+def test_a_server_that_would_refuse_everything_is_reported_at_once() -> None:
     with pytest.raises(InvalidRequest, match=r"first request: status 429: 'not now'"):
         load_test(FakeServer(status=429))
     with pytest.raises(InvalidRequest, match=r"status 401: give its key with --api-key"):
@@ -198,6 +198,6 @@ def test_a_server_that_would_refuse_everything_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no address", "ftp://x"])
-def test_an_address_without_a_server_is_told(url: str) -> None:
+def test_an_address_without_a_server_is_reported(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^url: "):
         asyncio.run(measure_traffic(ServerAddress(url), TrafficPlan((FAST,)), ServiceLevel(), silent))

@@ -43,7 +43,7 @@ def tune(arguments: list[str]) -> Result:
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_costs() -> object:
-    """What the engine measures at its start takes as long as it takes: these tests are not about time."""
+    """No limit on the engine's measurements at its start: these tests are not about time."""
     patch = pytest.MonkeyPatch()
     patch.setattr(calibration, "LIMIT_S", 1e6)
     patch.setattr(study, "CONTRADICTION", math.inf)
@@ -62,11 +62,11 @@ def tuned(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, tune(arguments), arguments
 
 
-def test_it_says_what_to_do_and_writes_it_down(tuned: tuple[Path, Result, list[str]]) -> None:
+def test_the_recommendation_is_printed_and_written(tuned: tuple[Path, Result, list[str]]) -> None:
     folder, result, _ = tuned
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    for said in (
+    for line in (
         "plain",
         "ngram",
         "stories280k",
@@ -76,12 +76,12 @@ def test_it_says_what_to_do_and_writes_it_down(tuned: tuple[Path, Result, list[s
         "no chat template",
         "4, both to predict",
     ):
-        assert said in result.stdout
-    told = json.loads((folder / "out/tune.json").read_text())
-    assert told["complete"]
-    assert told["same_tokens"]
-    assert [len(each["cells"]) for each in told["candidates"]] == [2, 2]
-    for each in told["candidates"]:
+        assert line in result.stdout
+    report = json.loads((folder / "out/tune.json").read_text())
+    assert report["complete"]
+    assert report["same_tokens"]
+    assert [len(each["cells"]) for each in report["candidates"]] == [2, 2]
+    for each in report["candidates"]:
         assert {line["category"] for line in each["acceptance_at_depth"]} == {None, "a", "b"}
         assert {line["batch"] for line in each["costs"]} == {1, 2}
         for cell in each["cells"]:
@@ -92,7 +92,7 @@ def test_it_says_what_to_do_and_writes_it_down(tuned: tuple[Path, Result, list[s
             error = cell["predicted_speed_up"] / cell["measured_speed_up"]["median"] - 1
             assert cell["prediction_error"] == pytest.approx(error)
             assert cell["template"] is None
-    memory = [each["memory"] for each in told["candidates"]]
+    memory = [each["memory"] for each in report["candidates"]]
     assert memory[0]["weights_bytes"] == memory[0]["cache_bytes"] == 0
     assert memory[1]["weights_bytes"] > 1_000_000
     assert memory[1]["cache_bytes"] > 0
@@ -118,7 +118,7 @@ def test_the_settings_are_read_by_other_commands(tuned: tuple[Path, Result, list
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A note for everything that is measured."""
+    """Records everything that is measured."""
     noted, real = list[object](), BenchSetup.run
     monkeypatch.setattr(BenchSetup, "run", lambda self, *what: noted.append(what) or real(self, *what))
     return noted
@@ -137,7 +137,7 @@ def test_the_same_command_measures_nothing_again(tuned: tuple[Path, Result, list
     assert "settings.seed" in other.stderr
 
 
-def test_where_nothing_is_decided_settings_of_an_earlier_tuning_are_named_as_such(
+def test_an_undecided_tuning_names_the_settings_of_an_earlier_one(
     tuned: tuple[Path, Result, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = shutil.copytree(tuned[0] / "out", tmp_path / "out") / "forerun.toml"
@@ -166,7 +166,7 @@ def test_a_new_candidate_is_measured_alone(tuned: tuple[Path, Result, list[str]]
     assert len(made) == 2 * 2 * 2 * 3  # exits, batches, repetitions, ways: plain, at a depth, at chosen ones
 
 
-def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_path: Path) -> None:
+def test_without_time_nothing_is_measured_and_the_report_says_so(pair: list[str], tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("\n".join(STORIES))
     where = ["--prompts", str(tmp_path / "tales.txt"), "--out", str(tmp_path / "out")]
     result = tune([*pair, *where, "--time-limit", "0.001"])
@@ -176,7 +176,7 @@ def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "drafts: there is no drafter to measure"),
         (["--drafts", "ngramm"], "there is no drafter 'ngramm': did you mean ngram?"),
@@ -192,11 +192,11 @@ def test_without_time_nothing_is_measured_and_that_is_said(pair: list[str], tmp_
     ],
 )
 def test_mistakes_are_one_line_and_status_2_and_load_nothing(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.bench.measure.LLM", None)
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
-    assert said in refusal("tune", "--model", "stdlib", *arguments, *out)
+    assert message in refusal("tune", "--model", "stdlib", *arguments, *out)
 
 
 def test_exits_are_a_few_of_the_layers_each_once() -> None:
@@ -241,7 +241,7 @@ def test_the_pick_has_the_highest_measured_speed(
         assert "Use" in html_page(made) if best is not None else "Plain decoding is fastest" in html_page(made)
 
 
-def test_other_engines_are_told_in_their_words_and_only_of_methods_they_have() -> None:
+def test_settings_for_other_engines_use_their_options_and_only_their_methods() -> None:
     ngram = {each.engine: each.options for each in translations("ngram:3", 5)}
     config = json.loads(ngram["vLLM"].partition(" ")[2].strip("'"))
     assert config == {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
@@ -254,7 +254,7 @@ def test_other_engines_are_told_in_their_words_and_only_of_methods_they_have() -
 
 
 @pytest.mark.full
-def test_where_the_calibration_has_no_time_for_anything_drafters_are_tried_all_the_same(
+def test_drafters_are_tried_even_if_the_calibration_has_no_time(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "LIMIT_S", 0.0)
@@ -263,6 +263,6 @@ def test_where_the_calibration_has_no_time_for_anything_drafters_are_tried_all_t
     mix = f"mix[{','.join(pair[3:])}]"
     result = tune([*pair[:4], mix, "--prompts", str(prompts), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    told = json.loads((tmp_path / "out/tune.json").read_text())
-    assert told["complete"]
-    assert len(told["candidates"]) == 2
+    report = json.loads((tmp_path / "out/tune.json").read_text())
+    assert report["complete"]
+    assert len(report["candidates"]) == 2

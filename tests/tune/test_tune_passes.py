@@ -37,7 +37,7 @@ def meter(llm: LLM, rows: int, num_tokens: int = 30) -> PassMeter:
 
 @pytest.mark.short("ngram-1", "suffix-3", "model-3")
 @pytest.mark.parametrize("rows", [1, 3])
-def test_rounds_of_every_size_are_made_whatever_the_drafter_guesses(llm: LLM, rows: int) -> None:
+def test_rounds_of_every_size_are_made_whatever_the_drafter_drafts(llm: LLM, rows: int) -> None:
     own, sizes = meter(llm, rows), range(rows + 1, 9 * rows + 1)
     found = own.measure(sizes, lambda *_: None)
     assert sorted(own.ratios) == list(sizes)
@@ -54,7 +54,7 @@ def test_sizes_that_do_not_fit_are_left_out(llm: LLM) -> None:
     assert set(found.passes) == {1, 2}
 
 
-def test_where_no_round_fits_nothing_is_made_up(llm: LLM) -> None:
+def test_where_no_round_fits_there_are_no_costs(llm: LLM) -> None:
     """The prompt leaves room for a token or two."""
     own = meter(llm, 1)
     own.setup.workloads["tales"] = Workload("tales", (Item((5,) * (llm.plan.max_model_len - 4), None, ""),))
@@ -68,7 +68,7 @@ def costs(rows: int) -> RowCosts:
     return RowCosts(1.0, {n: 1 + 0.1 * n + 0.01 * rows for n in sizes_at(rows, (0, 1, 2, 4, 8))}, {1: 0.1, 4: 0.4}, 0.5)
 
 
-def test_what_was_not_measured_lies_between_its_neighbours() -> None:
+def test_unmeasured_sizes_are_interpolated() -> None:
     assert rows_of(8) == [1, 4, 8]
     assert rows_of(1) == [1]
     assert rows_of(2) == [1, 2]
@@ -81,12 +81,12 @@ def test_what_was_not_measured_lies_between_its_neighbours() -> None:
     assert table.pass_s("", 1, 18) == pytest.approx(2.81, rel=0.02)  # beyond all that was measured of one row
 
 
-def test_what_is_measured_beside_the_runs_counts_where_there_is_some() -> None:
-    """The mean of it; steps stay steps, and JSON gives back what was kept."""
+def test_costs_measured_with_the_runs_replace_earlier_ones() -> None:
+    """By their mean; steps stay steps, and reading the JSON restores the costs."""
     first = RowCosts.from_json(json.loads(json.dumps(asdict(costs(1)))))
     assert first == costs(1)
-    beside = [RowCosts(9.0, {1: 1.0, 3: ratio}, {2: ratio / 10}) for ratio in (2.0, 4.0)]
-    newer = first.newer(beside)
+    of_runs = [RowCosts(9.0, {1: 1.0, 3: ratio}, {2: ratio / 10}) for ratio in (2.0, 4.0)]
+    newer = first.newer(of_runs)
     assert newer.plain_s == first.plain_s
     assert newer.pass_s(3) == 3.0
     assert newer.draft_s(2) == pytest.approx(0.3)

@@ -29,7 +29,7 @@ EXACT = ["ngram", "ngram:2", "suffix", f"model:{SMALL}", f"model:{TARGET}", "ear
 
 @dataclass(slots=True)
 class RowsTape(RunLog):
-    """Every round: its shape without what drafters read, and each sequence's guesses in order."""
+    """Every round: its shape without what drafters read, and each sequence's draft tokens in order."""
 
     by_text: dict[int, list[DraftOutcome]] = field(default_factory=dict)
     shapes: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -85,7 +85,7 @@ def ran(llm: LLM, batch: int, temperature: float, depth: int) -> RowsTape:
 
 @pytest.mark.short("ngram-1.0", "early-exit:1-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm: LLM, temperature: float) -> None:
+def test_the_record_gives_the_rounds_of_every_depth_of_a_single_text(llm: LLM, temperature: float) -> None:
     texts = piloted(llm, 1, temperature)
     assert all(text.num_tokens == NUM_TOKENS for text in texts)
     for depth in (0, 1, 2, 3, 5, DEEPEST):
@@ -99,7 +99,9 @@ def test_what_is_recorded_gives_the_rounds_of_every_depth_one_text_at_a_time(llm
 
 @pytest.mark.short("ngram-512", "model:/stories280k-5")
 @pytest.mark.parametrize("chunk_tokens", [512, 5])
-def test_a_queue_is_played_as_the_engine_runs_it(llm: LLM, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulated_queue_has_the_rounds_of_the_engine(
+    llm: LLM, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if llm.drafter_names == ("suffix",):
         pytest.skip("with several rows at once, suffix has other past answers at each depth")
     options = llm.engine.options.__class__(3, chunk_tokens, prefix_cache=False)

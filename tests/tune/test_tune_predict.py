@@ -23,13 +23,13 @@ def round_s(drafter: str, shape: RoundShape) -> float:
 
 
 def text(num_right: int, depth: int = 8, num_tokens: int = 41, num_prompt: int = 5, category: str = "") -> TextRounds:
-    """A text in which every draft has so many right guesses."""
+    """A text in which every draft has so many tokens accepted."""
     own = [DraftOutcome(each, min(each, num_right)) for each in range(1, depth + 1)]
     return TextRounds(category, num_prompt, num_tokens, [own] * num_tokens)
 
 
 def noisy(rate: float, seed: int, num_tokens: int = 60) -> TextRounds:
-    """A text whose guesses are right at this rate, each for itself."""
+    """A text whose draft tokens are accepted at this rate, independently."""
     rng = random.Random(seed)
     right = [rng.random() < rate for _ in range(num_tokens + 8)]
 
@@ -133,5 +133,5 @@ def test_the_interval_covers_what_other_draws_of_prompts_give(monkeypatch: pytes
 
 def test_acceptance_is_counted_over_the_rounds_of_the_greatest_depth() -> None:
     assert acceptance_at_depth([text(2, depth=4, num_tokens=31)], 4) == (1.0, 1.0, 0.0)
-    assert acceptance_at_depth([text(2, num_tokens=8)], 4) == ()  # a few guesses say nothing
+    assert acceptance_at_depth([text(2, num_tokens=8)], 4) == ()  # too few draft tokens for an estimate
     assert acceptance_at_depth([], 4) == ()

@@ -110,7 +110,7 @@ def test_errors_of_usual_predictions_are_no_contradiction(predicted: float) -> N
     assert report.pick.draft == "ngram"
 
 
-def test_a_sound_candidate_is_recommended_beside_one_in_doubt_but_plain_decoding_is_not() -> None:
+def test_a_certain_candidate_is_recommended_despite_an_uncertain_one_but_plain_decoding_is_not() -> None:
     faster = report_of(DISTURBED, studied("suffix", 1.1, 1.1))
     assert faster.pick is not None
     assert (faster.pick.draft, faster.pick.speed_up) == ("suffix", pytest.approx(1.1))

@@ -40,9 +40,9 @@ def aider(*options):
         stdin=subprocess.DEVNULL,
     )
     print(done.stdout, done.stderr)
-    told = [line for line in (done.stdout + done.stderr).splitlines() if any(word in line for word in FAILURES)]
-    assert done.returncode == 0, told
-    assert not told, told
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if any(word in line for word in FAILURES)]
+    assert done.returncode == 0, errors
+    assert not errors, errors
     assert "Tokens:" in done.stdout, done.stdout[-500:]
     return done.stdout
 

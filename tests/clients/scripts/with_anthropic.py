@@ -38,9 +38,9 @@ def messages():
 def options():
     blocks = [{"role": "user", "content": [{"type": "text", "text": TEXT, "cache_control": {"type": "ephemeral"}}]}]
     body = {**BODY, "messages": blocks, "metadata": {"user_id": "me"}}
-    told = client.messages.create(**body, system=[{"type": "text", "text": "Be brief."}])
+    message = client.messages.create(**body, system=[{"type": "text", "text": "Be brief."}])
     expected = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    equal(told.content[0].text, plain_chat(messages=expected, temperature=0))
+    equal(message.content[0].text, plain_chat(messages=expected, temperature=0))
     stopped = client.messages.create(**body, stop_sequences=["\n"])
     equal((stopped.stop_reason, stopped.stop_sequence), ("stop_sequence", "\n"))
 

@@ -81,8 +81,8 @@ def evaluate(kind, arguments, *tasks, options=()):
         command, capture_output=True, text=True, env=os.environ | {"OPENAI_API_KEY": KEY}, check=False
     )
     print(done.stdout, done.stderr)
-    told = [line for line in done.stderr.splitlines() if "Response text" in line] or [done.stderr[-700:]]
-    assert done.returncode == 0, told[0]
+    errors = [line for line in done.stderr.splitlines() if "Response text" in line] or [done.stderr[-700:]]
+    assert done.returncode == 0, errors[0]
     (results,) = out.rglob("results_*.json")
     return json.loads(results.read_text("utf-8"))["results"]
 
