@@ -141,7 +141,7 @@ def test_every_answer_that_differs_is_named() -> None:
         (1, 3): [[1, 9], [3, 4]],
     }
     runs = [
-        taped(even(depth, 2, 0, 1.0, 0.0), group, Turn(r, depth), answers) for (r, depth), answers in answers.items()
+        taped(even(depth, 2, 0, 1.0, 0.0), group, Turn(r, depth), outputs) for (r, depth), outputs in answers.items()
     ]
     figures = group_figures(group, runs)
     assert set(figures.differences) == {Mismatch(3, 0, 1), Mismatch(3, 1, 0)}
