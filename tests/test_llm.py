@@ -184,7 +184,7 @@ def test_the_pieces_of_a_stream_make_the_answer(make: Callable[[], LLM], n: int)
     for sample in result.outputs:
         own = [delta for delta in deltas if delta.sample == sample.index]
         assert tuple(token for delta in own for token in delta.token_ids) == sample.token_ids
-        assert "".join(delta.text for delta in deltas) == sample.text
+        assert "".join(delta.text for delta in own) == sample.text
         assert tuple(alternatives for delta in own for alternatives in delta.logprobs) == sample.logprobs
         assert len([origin for delta in own for origin in delta.origins]) == len(sample.origins)
         assert [delta.finish_reason for delta in own[:-1]] == [None] * (len(own) - 1)
