@@ -156,6 +156,7 @@ def test_greedy_output_under_rejection_rules_is_that_of_plain_decoding(
     "always_wrong-float32",
     "ids_out_of_range-float32",
     "wrong_roots-float32",
+    "one_dimension-float32",
     "nan_confidence-float32",
     "law_of_-1.0-bfloat16",
 )
@@ -167,6 +168,7 @@ def test_no_hostile_drafter_changes_the_output(name: str, dtype: str) -> None:
     for speculation in (Speculation(4), Speculation(3, 3, 9)):
         assert answers(llm, MIXED, 5, speculation, 10) == [a[:10] for a in plain(MIXED, dtype)[:5]]
     assert drafter.num_proposed > 2
+    assert llm.engine.drafter is drafter, "its drafts raised errors, and drafting was switched off"
 
 
 @pytest.mark.short(

@@ -224,7 +224,7 @@ class Engine:
             return bare, bare.tree
         self.drafter_paused = False
         draft = drafter.propose(plan.draws, budgets)
-        if draft.tree.tokens.shape[1] == 1:
+        if draft.tree.tokens.shape[1:] == (1,):  # not sanitized yet: it may have one dimension
             return bare, bare.tree
         safe = self.sanitized(draft.tree, plan, bare.tree, budgets)
         tree = controller.admit(replace(draft, tree=safe), load)
