@@ -70,14 +70,14 @@ def test_trust_in_estimates_recovers_soon_after_a_calibration_with_few_accepted_
 
     The trust rises above 0.6, and an option's survival is the drafter's own estimate times the trust.
     """
-    drafters = MeasuredDrafters([MeasuredDrafter(promised=100.0, accepted=10.0)], [""])
+    drafters = MeasuredDrafters([MeasuredDrafter(predicted=100.0, accepted=10.0)], [""])
     outlook = Outlook([0], [3], lambda i, least: [0.5, 0.4, 0.2])
     speculation = Speculation(16, auto=True)
-    assert drafters.options(0, 0, speculation, 99, outlook)[0].promised == [0.5, 0.4, 0.2]
+    assert drafters.options(0, 0, speculation, 99, outlook)[0].predicted == [0.5, 0.4, 0.2]
     assert drafters.all[0].trust < 0.2
     drafters.begin()
     assert drafters.all[0].trust < 0.6
-    drafters.all[0].promised, drafters.all[0].accepted = drafters.all[0].promised + 8, drafters.all[0].accepted + 8
+    drafters.all[0].predicted, drafters.all[0].accepted = drafters.all[0].predicted + 8, drafters.all[0].accepted + 8
     option = drafters.options(0, 0, speculation, 99, outlook)[0]
     assert drafters.all[0].trust > 0.6
     assert list(option.survival) == [drafters.all[0].trust * chance for chance in (0.5, 0.4, 0.2)]

@@ -338,11 +338,11 @@ def test_survival_is_the_estimate_times_its_trust_or_else_the_acceptance_by_dept
     """
     controller = with_costs(0.1, [0.01, 0.01])
     estimating, counting = controller.drafters.all[:2]
-    estimating.promised, estimating.accepted = 40.0, 18.0
+    estimating.predicted, estimating.accepted = 40.0, 18.0
     counting.acceptance.count([(1, 0)] * 300 + [(4, 4)] * 100)
     options = controller.drafters.options(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[0.93], None]))
-    assert options[0].survival == pytest.approx([22 / 44 * chance for chance in options[0].promised])
-    assert options[0].promised == pytest.approx([0.93, 0.93**2, 0.93**3])
+    assert options[0].survival == pytest.approx([22 / 44 * chance for chance in options[0].predicted])
+    assert options[0].predicted == pytest.approx([0.93, 0.93**2, 0.93**3])
     assert options[1].survival == pytest.approx([0.25] * 3, rel=0.05)
     assert options[2].gain == pytest.approx(options[0].gain)
     assert options[2].budget == Budget(3, 2, 3, 2)
@@ -552,14 +552,14 @@ def test_outcomes_count_only_for_the_last_planned_round_and_once() -> None:
     load = [Load([seq_id], [Speculation(4, drafter="a")], [9], 0) for seq_id in (3, 4)]
     for each in load:
         controller.budgets(each, outlook, Spare(dict.fromkeys(each.seq_ids, AMPLE), AMPLE, 16))
-    before = controller.drafters.all[0].promised
+    before = controller.drafters.all[0].predicted
     controller.record(Outcome([RowOutcome(3, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    assert controller.drafters.all[0].promised == before
+    assert controller.drafters.all[0].predicted == before
     controller.record(Outcome([RowOutcome(4, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    after = controller.drafters.all[0].promised
+    after = controller.drafters.all[0].predicted
     assert after != before
     controller.record(Outcome([RowOutcome(4, 4, 4, 4, 5, 0)], 0, 0.0, 0.1, 0.0, [0.1, 0.0]))
-    assert controller.drafters.all[0].promised == after  # this round's outcome is already recorded
+    assert controller.drafters.all[0].predicted == after  # this round's outcome is already recorded
 
 
 def test_an_interrupted_plan_for_other_rows_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +589,7 @@ def interrupted(*_: object) -> None:
 def test_without_cache_blocks_for_a_merged_tree_its_best_member_drafts(num_blocks: int) -> None:
     """A chain of 4 tokens takes one block of 4 slots; a merged tree of 4 takes 9 slots, so three blocks."""
     controller = with_costs(0.1, [0.0, 0.0])
-    controller.drafters.all[2].accepted, controller.drafters.all[2].promised = 30.0, 20.0
+    controller.drafters.all[2].accepted, controller.drafters.all[2].predicted = 30.0, 20.0
     outlook = outlook_of([[9, 9], [9, 9]], [[0.5, 0.5], [0.68, 0.68]])
     load = Load([0, 1], [Speculation(4)] * 2, [9, 9], 0)
     budgets = controller.budgets(load, outlook, Spare({0: 0, 1: 0}, num_blocks, 4))

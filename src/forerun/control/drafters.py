@@ -36,7 +36,7 @@ SLOWLY = 0.99  # weight of earlier rounds in `CutOff`
 class DraftOption:
     """One way to draft a row: by `members`, with at most the depth of `budget`.
 
-    `survival` is the expected survival by depth; `promised` the same by the drafter's own estimate, if it `estimated`
+    `survival` is the expected survival by depth; `predicted` the same by the drafter's own estimate, if it `estimated`
     this round's draft tokens. `num_unread` are the tokens that each member would have to read first. If the depth is
     not `free`, it is that of the budget. `made`, if a minimum survival ends chains, is the expected number of draft
     tokens by planned depth; `survival` then refers to the planned depth.
@@ -45,7 +45,7 @@ class DraftOption:
     budget: Budget
     members: frozenset[int]
     survival: Sequence[float]
-    promised: Sequence[float]
+    predicted: Sequence[float]
     num_unread: Mapping[int, int]
     free: bool
     made: Sequence[float] = ()
@@ -155,7 +155,7 @@ class MeasuredDrafter:
     sampled: Acceptance = field(default_factory=Acceptance)  # all counts of a calibration
     by_row: dict[int, Acceptance] = field(default_factory=dict)  # by sequence
     likeness: float = ALL_WEIGHT  # draft tokens that the rates of all rows count as for one of them
-    promised: float = 0.0  # accepted tokens that its estimates predicted
+    predicted: float = 0.0  # accepted tokens that its estimates predicted
     accepted: float = 0.0  # tokens that were accepted of these
     retry: RetryTimer = field(default_factory=RetryTimer)
     unseen: int = 0  # rounds since draft tokens of it were last judged, alone or in merged trees
@@ -167,7 +167,7 @@ class MeasuredDrafter:
     @property
     def trust(self) -> float:
         """Accepted tokens over those that its estimates predicted."""
-        return (self.accepted + WEIGHT) / (self.promised + WEIGHT)
+        return (self.accepted + WEIGHT) / (self.predicted + WEIGHT)
 
     @property
     def evidence(self) -> Acceptance:
@@ -196,8 +196,8 @@ class MeasuredDrafter:
         """Learn from the rows that it drafted in a round."""
         runs = [(assigned.num_judged(row), row.accepted) for row, assigned in rows]
         self.count_runs([row.seq_id for row, _ in rows], runs)
-        promised = sum(sum(assigned.option.promised[: assigned.num_counted(row)]) for row, assigned in rows)
-        self.promised = FADING * self.promised + promised
+        predicted = sum(sum(assigned.option.predicted[: assigned.num_counted(row)]) for row, assigned in rows)
+        self.predicted = FADING * self.predicted + predicted
         self.accepted = FADING * self.accepted + sum(row.accepted for row, _ in rows)
         if cut := [(assigned.depth, row.num_drafted) for row, assigned in rows if assigned.option.made]:
             self.cut_off.made.count(cut)
@@ -290,18 +290,18 @@ class MeasuredDrafters:
         """The option of all members merged, as deep as the deepest; it survives at least as long as the best one."""
         furthest = max(options, key=lambda option: (option.budget.depth, option.budget.nodes))
         best = max(options, key=lambda option: option.gain)
-        promised = [*best.survival, *([0.0] * (furthest.budget.depth - len(best.survival)))]
+        predicted = [*best.survival, *([0.0] * (furthest.budget.depth - len(best.survival)))]
         learned, estimated = self.all[-1], any(option.estimated for option in options)
         if estimated or learned.retry.new:
             trust = max(1.0, learned.trust)
-            survival = [min(1.0, trust * chance) for chance in promised]
+            survival = [min(1.0, trust * chance) for chance in predicted]
         else:
-            survival = list(map(max, learned.chances(seq_id, len(promised)), promised))
+            survival = list(map(max, learned.chances(seq_id, len(predicted)), predicted))
         return DraftOption(
             budget=replace(furthest.budget, min_survival=0.0).merged(len(self.all) - 1),
             members=frozenset[int]().union(*(option.members for option in options)),
             survival=survival,
-            promised=promised,
+            predicted=predicted,
             num_unread={member: num for option in options for member, num in option.num_unread.items()},
             free=furthest.free,
             estimated=estimated,
@@ -332,8 +332,8 @@ class MeasuredDrafters:
         """Start after a calibration, whose counts get little weight."""
         for record in self.all:
             record.acceptance.limit(OLD_WEIGHT)
-            share = min(1.0, OLD_WEIGHT / max(record.promised, record.accepted, OLD_WEIGHT))
-            record.promised, record.accepted = share * record.promised, share * record.accepted
+            share = min(1.0, OLD_WEIGHT / max(record.predicted, record.accepted, OLD_WEIGHT))
+            record.predicted, record.accepted = share * record.predicted, share * record.accepted
             record.by_row, record.retry = {}, RetryTimer(num_rounds=TRIES)
 
     def forget_others(self, seq_ids: Set[int]) -> None:

@@ -30,7 +30,7 @@ def as_json(controller: MeasuredDepth) -> dict[str, Any]:
             "offered": [n / record.acceptance.unit for n in record.acceptance.offered],
             "accepted": [n / record.acceptance.unit for n in record.acceptance.accepted],
             "covered": record.covered,
-            "trust": [record.promised, record.accepted],
+            "trust": [record.predicted, record.accepted],
             "reading_s": record.reading_s,
         }
         for record in controller.drafters.all
@@ -78,9 +78,9 @@ def record_of(entry: Any) -> MeasuredDrafter:
     offered, right = ([number(value) for value in entry[name]] for name in ("offered", "accepted"))
     if len(offered) != MOST or len(right) != MOST:
         raise ValueError("it has other depths")
-    promised, accepted = (number(value) for value in entry["trust"])
+    predicted, accepted = (number(value) for value in entry["trust"])
     counts = Acceptance(offered, right), Acceptance([*offered], [*right])
-    record = MeasuredDrafter(*counts, promised=promised, accepted=accepted)
+    record = MeasuredDrafter(*counts, predicted=predicted, accepted=accepted)
     fill(record.costs, entry["drafts"])
     record.reading_s, record.covered = number(entry["reading_s"]), number(entry["covered"])
     return record

@@ -48,7 +48,7 @@ class MeasuredDepth:
     taken: TakenPlan = field(default_factory=TakenPlan)
     possible: frozenset[int] = frozenset()  # drafters that could draft in the last round
     pending: bool = False  # whether the outcome of the last round has not been recorded yet
-    came_true: bool = False  # whether the next outlook holds results of merged trees of the last round
+    has_merged_results: bool = False  # whether the next outlook holds those of merged trees of the last round
     survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # by sequence: of the nodes it was drafted
 
     @property
@@ -79,8 +79,8 @@ class MeasuredDepth:
         if not outlook.drafters and not any(each.auto for each in load.speculations):  # nothing to choose
             self.leave_alone(load)
             return FixedDepth().budgets(load, outlook, spare)
-        self.drafters.meet(outlook, load.seq_ids if self.came_true else ())
-        self.came_true = False
+        self.drafters.meet(outlook, load.seq_ids if self.has_merged_results else ())
+        self.has_merged_results = False
         if self.holds(load) and (self.taken.rule is not None or self.lasts(load, outlook)):
             self.hold(load)
             return fitting(load.seq_ids, self.ruled(load, outlook) if self.taken.rule else self.taken.fallbacks, spare)
@@ -300,7 +300,7 @@ class MeasuredDepth:
 
         `cheap`: the pass took less than expected.
         """
-        self.pending, self.came_true = False, True
+        self.pending, self.has_merged_results = False, True
         for drafter in self.possible:
             self.count(drafter, [each for each in drafted if each[1].option.budget.drafter == drafter])
         if self.possible:
