@@ -244,7 +244,7 @@ class Faults:
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
     """The server's log as the command has it."""
-    loggers = [logging.getLogger(name) for name in (*records.LEVELS, ACCESS, records.REQUESTS)]
+    loggers = [logging.getLogger(name) for name in ("forerun", *records.LEVELS, ACCESS, records.REQUESTS)]
     before = [(each.level, each.propagate, each.disabled, list(each.handlers)) for each in loggers]
     records.log_to_stderr("json", access=True)
     try:
