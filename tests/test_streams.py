@@ -88,17 +88,17 @@ def test_full_disks_and_readers_that_go_away_leave_no_traceback() -> None:
     assert closed.returncode == 0
 
 
-def test_standard_input_that_is_closed_is_empty_and_one_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.short("generate")
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_standard_input_that_is_closed_is_empty_and_one_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     shutil.copytree(TARGET, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
-    answer = f"forerun generate -m {tmp_path / 'model'} -n 2 --seed 1 -"
-    closed, empty = forerun(f"{answer} <&-"), forerun(f"{answer} < /dev/null")
+    command = f"forerun {name} -m {tmp_path / 'model'}" + " -n 2 --seed 1 -" * (name == "generate")
+    closed, empty = forerun(f"{command} <&-"), forerun(f"{command} < /dev/null")
     assert (closed.returncode, closed.stdout) == (empty.returncode, empty.stdout)
-    assert forerun(f"forerun chat -m {tmp_path / 'model'} <&-").returncode == 0
-    for command in (answer, f"forerun chat -m {tmp_path / 'model'}"):
-        unreadable = forerun(f"{command} 0> {tmp_path / 'file'}")
-        assert unreadable.returncode == MISTAKE
-        assert unreadable.stderr.endswith("error: standard input cannot be read: Bad file descriptor\n")
+    unreadable = forerun(f"{command} 0> {tmp_path / 'file'}")
+    assert unreadable.returncode == MISTAKE
+    assert unreadable.stderr.endswith("error: standard input cannot be read: Bad file descriptor\n")
 
 
 def test_a_fault_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
