@@ -139,8 +139,8 @@ def verdict(report: TuneReport) -> Iterator[Text]:
         advice = "allow more time with --time-limit" if late else "the reason of each drafter is above"
         yield Text(f"Nothing was measured: {advice}.", "bold yellow")
         return
-    first = f"batch {report.selection.batches[0]}, temperature {report.temperatures[0]:g}"
-    at = f"at {first.partition(',')[0] if report.about['prompts']['replayed'] else first}"
+    sampling = "" if report.about["prompts"]["replayed"] else f", temperature {report.temperatures[0]:g}"
+    at = f"at batch {report.selection.batches[0]}{sampling}"
     if pick is None:
         yield Text(f"Undecided {at}: no setting is recommended.", "bold red")
     elif pick.draft is None:

@@ -66,16 +66,16 @@ def attend_splits(
 
     work = tl.program_id(2) + 0 * count
     while work < num_tile + num_own:
-        own = work >= num_tile
-        split = tl.where(own, own_low + work - num_tile, tile_low + work)
-        rows = tl.where(own, i, first) + lane_query
-        valid = (lane_query < tl.where(own, 1, count)) & (lane_query < QUERIES)
+        is_own = work >= num_tile
+        split = tl.where(is_own, own_low + work - num_tile, tile_low + work)
+        rows = tl.where(is_own, i, first) + lane_query
+        valid = (lane_query < tl.where(is_own, 1, count)) & (lane_query < QUERIES)
         top, weight, acc = attend_split(
             query + ((rows * HEADS + first_kv_head * GROUP + lane_head) * HEAD_DIM)[:, None],
             keys + kv_head.to(tl.int64) * kv_stride, values + kv_head.to(tl.int64) * kv_stride,
-            tables + tl.where(own, home, i) * num_blocks, paths + i * PATHS,
-            tl.where(own, tl.load(prefixes + i), 2147483647),
-            split * SPLIT, tl.minimum((split + 1) * SPLIT, tl.where(own, position, tile_last) + 1),
+            tables + tl.where(is_own, home, i) * num_blocks, paths + i * PATHS,
+            tl.where(is_own, tl.load(prefixes + i), 2147483647),
+            split * SPLIT, tl.minimum((split + 1) * SPLIT, tl.where(is_own, position, tile_last) + 1),
             tl.load(positions + rows, mask=valid, other=-1), valid, scale, cap, slot_stride, window,
             HEAD_DIM, WIDTH, TILE, BLOCK_SIZE, PATHS, WINDOWED, CAPPED, SPLIT, BLOCK_KEYS,
         )  # fmt: skip
