@@ -14,6 +14,7 @@ namespace forerun {
 
 constexpr int MAX_HEAD = 512;      // widest head
 constexpr int CHUNK_QUERIES = 32;  // queries, times the heads of a group, that share the keys that are read
+constexpr int64_t AHEAD_KEYS = 32;  // prefetch distance: since the last pass, weights have displaced keys and values
 constexpr size_t AT_A_TIME = PARTS == 1 ? 1 : 3;  // queries that share the keys in registers
 
 struct Path {
@@ -29,10 +30,20 @@ struct Query {
   float sink;        // extra score that takes weight but has no value; minus infinity: none
 };
 
+// Prefetches the keys (or values) that follow at some distance on the 16 from `first` on.
+template <typename T>
+FORERUN_INLINE void fetch_keys(const T* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim) {
+  const int64_t from = first + AHEAD_KEYS, to = std::min({from + LANES, end, path.num_plain});
+  if (from >= to) return;
+  const char* const data = reinterpret_cast<const char*>(cache + path.slot(from) * head_dim);
+  for (int64_t i = 0; i < (to - from) * head_dim * int64_t{sizeof(T)}; i += 64) fetch_now(data + i);
+}
+
 // 16 keys (or values) as float32; zeros beyond a head's width and for keys from `end` on.
 template <typename T>
 inline void load_block(const T* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width,
                        float* block) {
+  fetch_keys(cache, path, first, end, head_dim);
   for (int k = 0; k < LANES; k++) {
     float* to = block + k * width;
     if (first + k >= end) {

@@ -14,19 +14,21 @@ constexpr int PAIRED = 32;  // numbers of a head in a register
 constexpr int TOGETHER = 4;  // queries that share the keys and values in registers
 constexpr int PAIR_SPACE = MAX_HEAD / 2;  // registers that 16 keys or values take, in pairs
 
-constexpr int64_t FETCHED_KEYS = 32;  // prefetched ahead: a pass reads so many weights that no key is in a cache
-
 // 16 rows of keys or values from the cache; rows from `end` on and numbers beyond a head's width are zeros.
 struct BlockRows {
   const bfloat16* row[LANES];
   alignas(64) bfloat16 copy[LANES * MAX_HEAD];
 
   void find(const bfloat16* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width) {
+    fetch_keys(cache, path, first, end, head_dim);
+    if (head_dim == width && first + LANES <= std::min(end, path.num_plain)) {  // consecutive slots
+      const bfloat16* const at = cache + path.slot(first) * head_dim;
+      for (int k = 0; k < LANES; k++) row[k] = at + k * head_dim;
+      return;
+    }
     for (int k = 0; k < LANES; k++) {
       const bfloat16* const at = first + k < end ? cache + path.slot(first + k) * head_dim : nullptr;
       row[k] = at;
-      const bfloat16* const later = cache + path.slot(std::min(first + k + FETCHED_KEYS, end - 1)) * head_dim;
-      for (int64_t i = 0; i < head_dim; i += PAIRED) fetch(reinterpret_cast<const char*>(later + i));
       if (at && head_dim == width) continue;
       bfloat16* const to = copy + k * width;
       memset(to, 0, width * sizeof(bfloat16));
