@@ -33,12 +33,14 @@ PROCESSORS = {
     "Haswell without FMA": ("x86_64", HASWELL.replace("fma", ""), []),
     "Skylake": ("x86_64", SKYLAKE, ["avx2"]),
     "Ice Lake": ("x86_64", ICE_LAKE, ["avx512", "avx2"]),
-    "Cooper Lake": ("AMD64", COOPER_LAKE, ["avx512-bf16", "avx512", "avx2"]),
-    "Sapphire Rapids": ("x86_64", SAPPHIRE_RAPIDS, ["amx", "avx512-bf16", "avx512", "avx2"]),
+    "Cooper Lake": ("AMD64", COOPER_LAKE, ["avx512", "avx512-bf16", "avx2"]),
+    "Zen 4": ("x86_64", COOPER_LAKE, ["avx512-bf16", "avx512", "avx2"]),
+    "Sapphire Rapids": ("x86_64", SAPPHIRE_RAPIDS, ["amx", "avx512", "avx512-bf16", "avx2"]),
     "Graviton": ("aarch64", "fp asimd evtstrm aes", ["neon"]),
     "Apple": ("arm64", "", ["neon"]),
     "RISC-V": ("riscv64", "", []),
 }
+INTEL = {"Nehalem", "Haswell", "Skylake", "Ice Lake", "Cooper Lake", "Sapphire Rapids"}
 
 
 def become(name: str, computer: Computer, monkeypatch: pytest.MonkeyPatch, grants: bool = True) -> list[str]:
@@ -46,7 +48,9 @@ def become(name: str, computer: Computer, monkeypatch: pytest.MonkeyPatch, grant
     machine, flags, names = PROCESSORS[name]
     field = "flags" if "64" in machine and "ar" not in machine else "Features"
     cpuinfo = computer.folder / "cpuinfo"
-    cpuinfo.write_text(f"processor\t: 0\n{field}\t\t: {flags}\n\nprocessor\t: 1\n{field}\t\t: {flags}\n")
+    vendor = "vendor_id\t: GenuineIntel\n" if name in INTEL else "vendor_id\t: AuthenticAMD\n" * (field == "flags")
+    core = f"{vendor}{field}\t\t: {flags}\n"
+    cpuinfo.write_text(f"processor\t: 0\n{core}\nprocessor\t: 1\n{core}")
     monkeypatch.setattr(variants, "CPUINFO", cpuinfo)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(variants, "grants_tiles", lambda: grants)
@@ -80,7 +84,16 @@ def test_a_processor_gets_the_best_library_that_it_can_run(
 
 def test_without_permission_for_tiles_there_are_none(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert become("Sapphire Rapids", computer, monkeypatch, grants=False)[0] == "amx"
-    assert [variant.name for variant in runnable()] == ["avx512-bf16", "avx512", "avx2"]
+    assert [variant.name for variant in runnable()] == ["avx512", "avx512-bf16", "avx2"]
+
+
+def test_a_library_compiled_here_multiplies_pairs_only_where_they_are_fast(
+    computer: Computer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it has the bits of the best variant, and reports its name."""
+    for name, slow in {"Cooper Lake": True, "Ice Lake": True, "Zen 4": False, "Haswell": False}.items():
+        become(name, computer, monkeypatch)
+        assert (variants.WITHOUT_PAIRS in variants.flags_here()) == slow
 
 
 def test_permission_for_tiles_is_asked_of_the_system() -> None:

@@ -11,11 +11,11 @@ from filelock import FileLock
 
 from forerun.kernels.build import FLAGS, SOURCES, NoKernels, compiler, cpp_files
 from forerun.kernels.library import library
-from forerun.kernels.variants import NATIVE, NATIVE_FLAGS, VARIANTS, architecture, runnable
+from forerun.kernels.variants import NATIVE, VARIANTS, architecture, native_flags, runnable
 from kit.checkpoints import ROOT
 
 KEPT = ROOT / "build" / "kernels-of-tests"
-FLAGS_OF = {NATIVE: NATIVE_FLAGS} | {variant.name: variant.flags for variant in VARIANTS}
+FLAGS_OF = {NATIVE: native_flags()} | {variant.name: variant.flags for variant in VARIANTS}
 # Instruction sets for the compiler. One of the variants has the bits of the native library, as a test proves.
 NAMES = [NATIVE, *(variant.name for variant in VARIANTS)]
 HERE = [NATIVE, *(variant.name for variant in runnable())]

@@ -15,7 +15,7 @@ namespace forerun {
 constexpr int MAX_HEAD = 512;      // widest head
 constexpr int CHUNK_QUERIES = 32;  // queries, times the heads of a group, that share the keys that are read
 constexpr int64_t AHEAD_KEYS = 32;  // prefetch distance: since the last pass, weights have displaced keys and values
-constexpr size_t AT_A_TIME = PARTS == 1 ? 1 : 3;  // queries that share the keys in registers
+constexpr int MOST_WEIGHED = 4;     // queries at one position that share the values in registers
 
 struct Path {
   int64_t first_slot, num_plain;  // the slot of key 0; keys from num_plain on are in `slots`
@@ -132,56 +132,100 @@ inline void add_values(float (*out)[MAX_HEAD], const float* weights, int64_t str
   for (; i < width; i += LANES) add_columns<G, 1>(out, weights, stride, block, from, end, width, i);
 }
 
-// Queries that share a key head, in ascending positions; `window` 0: all keys. `scores` is the thread's scratch memory.
+// Keys and values as float32. A score is the sum of a register of products along the head.
 template <typename T>
+struct FloatBlocks {
+  typedef float Number;  // of queries and weights
+  static constexpr int64_t STEP = LANES;  // numbers of a head that are computed together
+  static constexpr int MOST_SCORED = PARTS == 1 ? 1 : 3;  // queries that share the keys in registers
+  alignas(64) float block[LANES * MAX_HEAD];  // [key, number]
+
+  void load_keys(const T* keys, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width) {
+    load_block(keys, path, first, end, head_dim, width, block);
+  }
+
+  void load_values(const T* values, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width) {
+    load_block(values, path, first, end, head_dim, width, block);
+  }
+
+  template <int Q>
+  void score(const float (*q)[MAX_HEAD], int64_t width, float* scores, int64_t stride) const {
+    forerun::score<Q>(q, block, width, scores, stride);
+  }
+
+  template <int G>
+  void add_values(float (*sums)[MAX_HEAD], const float* weights, int64_t stride, int from, int end, int64_t width) const {
+    forerun::add_values<G>(sums, weights, stride, block, from, end, width);
+  }
+
+  static void restore_order(float*, int64_t) {}  // of the numbers in sums
+};
+
+// Calls `f` with `count`, from 1 to MOST, as a constant.
+template <int MOST, typename F>
+FORERUN_INLINE void with_constant(int64_t count, F f) {
+  if constexpr (MOST > 1)
+    if (count < MOST) return with_constant<MOST - 1>(count, f);
+  f(std::integral_constant<int, MOST>());
+}
+
+// Queries that share a key head, in ascending positions; `window` 0: all keys. `scores` is the thread's scratch memory.
+// Blocks are 16 keys or values in the form in which they are multiplied.
+template <typename Blocks, typename T>
 void attend(const std::vector<Query>& queries, const Path& path, const T* keys, const T* values, int64_t head_dim,
             int64_t window, float scale, float cap, std::vector<float>& scores) {
-  const int64_t width = (head_dim + LANES - 1) / LANES * LANES;
+  typedef typename Blocks::Number Number;
+  const int64_t width = (head_dim + Blocks::STEP - 1) / Blocks::STEP * Blocks::STEP;
   const auto seen_from = [&](const Query& q) { return window && q.position >= window ? q.position + 1 - window : 0; };
   const int64_t first = seen_from(queries.front()) / LANES * LANES, end = queries.back().position + 1;
-  const int64_t stride = (end - first + LANES - 1) / LANES * LANES;
-  alignas(64) float block[LANES * MAX_HEAD], q[CHUNK_QUERIES][MAX_HEAD], sums[CHUNK_QUERIES][MAX_HEAD];
+  const int64_t stride = (end - first + LANES - 1) / LANES * LANES, weight_stride = stride * sizeof(float) / sizeof(Number);
+  const int64_t count = queries.size();
+  alignas(64) Number q[CHUNK_QUERIES][MAX_HEAD];
+  alignas(64) float sums[CHUNK_QUERIES][MAX_HEAD];
   float totals[CHUNK_QUERIES];
-  scores.resize(queries.size() * stride);
-  for (size_t i = 0; i < queries.size(); i++) {
-    memset(q[i], 0, width * sizeof(float)), memset(sums[i], 0, width * sizeof(float));
-    for (int64_t d = 0; d < head_dim; d++) q[i][d] = queries[i].q[d] * scale;
+  Blocks blocks;
+  scores.resize(count * stride);
+  Number* const weights = reinterpret_cast<Number*>(scores.data());  // the weights of a query overwrite its scores
+  for (int64_t i = 0; i < count; i++) {
+    alignas(64) float scaled[MAX_HEAD];
+    for (int64_t d = 0; d < head_dim; d++) scaled[d] = queries[i].q[d] * scale;
+    memset(q[i], 0, width * sizeof(Number)), memset(sums[i], 0, width * sizeof(float));
+    put(q[i], scaled, head_dim);
   }
-  const auto meets = [&](const Query& query, int64_t key) {  // whether the query sees some key of this block
-    return key <= query.position && key + LANES > seen_from(query);
-  };
   for (int64_t key = first; key < end; key += LANES) {
-    load_block(keys, path, key, end, head_dim, width, block);
-    for (size_t i = 0, some; i < queries.size(); i += some) {  // scores of keys that a query does not see are not used
-      some = std::min(AT_A_TIME, queries.size() - i);
+    blocks.load_keys(keys, path, key, end, head_dim, width);
+    for (int64_t i = 0, some; i < count; i += some) {  // scores of keys that a query does not see are not used
+      some = std::min<int64_t>(Blocks::MOST_SCORED, count - i);
       if (key > queries[i + some - 1].position || key + LANES <= seen_from(queries[i])) continue;
-      float* to = &scores[i * stride + key - first];
-      if (some == 3) score<3>(q + i, block, width, to, stride);
-      else if (some == 2) score<2>(q + i, block, width, to, stride);
-      else score<1>(q + i, block, width, to, stride);
+      with_constant<Blocks::MOST_SCORED>(
+          some, [&](auto number) { blocks.template score<number>(q + i, width, &scores[i * stride + key - first], stride); });
     }
   }
-  for (size_t i = 0; i < queries.size(); i++) {
-    const int64_t own = seen_from(queries[i]) / LANES * LANES;  // the first block that this query sees
-    totals[i] =
-        weigh(&scores[i * stride + own - first], own, seen_from(queries[i]), queries[i].position, queries[i].sink, cap);
+  for (int64_t i = 0; i < count; i++) {
+    const Query& query = queries[i];
+    const int64_t begin = seen_from(query) / LANES * LANES;  // the first block that this query sees
+    float* const seen = &scores[i * stride + begin - first];
+    totals[i] = weigh(seen, begin, seen_from(query), query.position, query.sink, cap);
+    for (int64_t k = 0; k < query.position + 1 - begin && sizeof(Number) < sizeof(float); k += LANES)
+      narrow(weights + i * weight_stride + begin - first + k, load(seen + k));
   }
   for (int64_t key = first; key < end; key += LANES) {
-    load_block(values, path, key, end, head_dim, width, block);
-    for (size_t i = 0, same; i < queries.size(); i += same) {
-      for (same = 1; same < 4 && i + same < queries.size() && queries[i + same].position == queries[i].position;) same++;
-      if (!meets(queries[i], key)) continue;
-      const int from = std::max<int64_t>(0, seen_from(queries[i]) - key);
-      const int to = std::min<int64_t>(LANES, queries[i].position + 1 - key);
-      const float* weights = &scores[i * stride + key - first];
-      if (same == 4) add_values<4>(sums + i, weights, stride, block, from, to, width);
-      else if (same == 3) add_values<3>(sums + i, weights, stride, block, from, to, width);
-      else if (same == 2) add_values<2>(sums + i, weights, stride, block, from, to, width);
-      else add_values<1>(sums + i, weights, stride, block, from, to, width);
+    blocks.load_values(values, path, key, end, head_dim, width);
+    for (int64_t i = 0, same; i < count; i += same) {
+      const Query& query = queries[i];
+      for (same = 1; same < MOST_WEIGHED && i + same < count && queries[i + same].position == query.position;) same++;
+      if (key > query.position || key + LANES <= seen_from(query)) continue;  // it sees no key of this block
+      const int from = std::max<int64_t>(0, seen_from(query) - key);
+      const int to = std::min<int64_t>(LANES, query.position + 1 - key);
+      with_constant<MOST_WEIGHED>(same, [&](auto number) {
+        blocks.template add_values<number>(sums + i, weights + i * weight_stride + key - first, weight_stride, from, to, width);
+      });
     }
   }
-  for (size_t i = 0; i < queries.size(); i++)
+  for (int64_t i = 0; i < count; i++) {
+    Blocks::restore_order(sums[i], width);
     for (int64_t d = 0; d < head_dim; d++) queries[i].out[d] = sums[i][d] / totals[i];
+  }
 }
 
 }  // namespace forerun

@@ -14,6 +14,18 @@
 
 namespace forerun {
 
+// The form in which keys and values of a cache are multiplied.
+#if defined(__AVX512BF16__)
+template <typename T>
+using BlocksOf = std::conditional_t<std::is_same_v<T, bfloat16>, PairBlocks, FloatBlocks<T>>;
+#elif defined(__AVX512F__)
+template <typename T>
+using BlocksOf = std::conditional_t<std::is_same_v<T, bfloat16>, LaneBlocks, FloatBlocks<T>>;
+#else
+template <typename T>
+using BlocksOf = FloatBlocks<T>;
+#endif
+
 template <typename T>
 class Worker {  // computes one thread's part of a pass
  public:
@@ -270,11 +282,7 @@ class Worker {  // computes one thread's part of a pass
     if constexpr (std::is_same_v<T, bfloat16>)
       if (has_amx()) return attend_tiles(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, tiles);
 #endif
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, bfloat16>)
-      return attend_pairs(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, scores);
-#endif
-    attend(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, scores);
+    attend<BlocksOf<T>>(queries, path, keys + offset, values + offset, c.head_dim, l.window, scale(), c.score_cap, scores);
   }
 
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(c.head_dim)); }

@@ -17,7 +17,9 @@ struct float16 {
 
 inline FloatRegister widened_register(const bfloat16* p) {
   const Halves h = *reinterpret_cast<const HalvesAnywhere*>(p);
-#if defined(__AVX2__) && !defined(__AVX512F__)  // the compiler's own conversion goes through memory
+#if defined(__AVX512F__)  // the compiler's own conversions take more instructions, or go through memory
+  return (FloatRegister)((IntRegister)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)h) << 16);
+#elif defined(__AVX2__)
   return (FloatRegister)(IntRegister)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
 #else
   return (FloatRegister)(__builtin_convertvector(h, IntRegister) << 16);
