@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from benchmarks.drafters import Setting, TextOptions, verdict
 from benchmarks.markdown import show, show_header, spread_cells
 from benchmarks.options import option, options_of
+from typing_extensions import override
 
 from forerun.accept.outcome import Stats
 from forerun.draft.many.cascade import CascadeDrafter, MeasuredLengths, RoundTiming
@@ -45,11 +46,13 @@ class Probe(MeasuredLengths):
     hits: dict[int, int] = field(default_factory=dict)
     timings: list[RoundTiming] = field(default_factory=list)
 
+    @override
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         """The next inner length, limited by `most`."""
         self.turn += 1
         return [min(1 + self.turn % 4, each) for each in most]
 
+    @override
     def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Count acceptance by depth."""
         for num_drafted, num_accepted in runs:
@@ -57,10 +60,12 @@ class Probe(MeasuredLengths):
                 self.offers[depth] = self.offers.get(depth, 0) + 1
                 self.hits[depth] = self.hits.get(depth, 0) + (depth < num_accepted)
 
+    @override
     def time(self, timing: RoundTiming) -> None:
         """Store the timing of a round."""
         self.timings.append(timing)
 
+    @override
     def record_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None:
         """No effect: the two-level pair measures this time."""
 

@@ -25,6 +25,7 @@ import tokenizers
 import torch
 from benchmarks.markdown import show, show_header, spread_cells
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.bench.figures import Spread
 from forerun.cache.paged import PagedCache
@@ -78,6 +79,7 @@ class ReadyRunner(Runner):
         super().__init__(SimpleNamespace(config=config, executor=SimpleNamespace(chain_drawer=lambda *_: None)), cache)  # type: ignore[arg-type]
         self.table, self.clock, self.weights = table, clock, weights
 
+    @override
     def read(
         self,
         reads: Sequence[Read],
@@ -103,18 +105,22 @@ class TimedEngine(Engine):
 
     clock: Clock
 
+    @override
     def plan(self, alone=None, drafts=True):  # type: ignore[no-untyped-def]
         with self.clock.verb("plan"):
             return super().plan(alone, drafts)
 
+    @override
     def draft(self, plan):  # type: ignore[no-untyped-def]
         with self.clock.verb("draft"):
             return super().draft(plan)
 
+    @override
     def run_target(self, plan, draft):  # type: ignore[no-untyped-def]
         with self.clock.verb("run target"):
             return super().run_target(plan, draft)
 
+    @override
     def accept(self, target, verdict):  # type: ignore[no-untyped-def]
         with self.clock.verb("accept"):
             return super().accept(target, verdict)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 from typer.testing import Result
+from typing_extensions import override
 
 from forerun import cli
 from forerun.accept.commit import Origin
@@ -59,13 +60,16 @@ class ScriptedLLM(LLM):
         self._stats = Stats()
 
     @property
+    @override
     def stats(self) -> Stats:
         return self._stats
 
     @property
+    @override
     def drafter_names(self) -> Sequence[str]:
         return ("ngram", "cascade[ngram,model:A]", "merged")
 
+    @override
     def stream(
         self,
         prompt: str | Sequence[int],

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from typing_extensions import override
 
 from forerun import progress
 from forerun.streams import show_error
@@ -13,6 +14,7 @@ from forerun.streams import show_error
 class Terminal(io.StringIO):
     """A stream that a person watches."""
 
+    @override
     def isatty(self) -> bool:
         return True
 

@@ -18,7 +18,7 @@ def made(num_columns: int) -> FigureTable:
 def shown(table: FigureTable | Table, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+    return console.file.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("num_columns", [1, 2, 9])

@@ -101,7 +101,7 @@ def test_other_types_in_a_checked_signature_are_checked_and_the_random_state_sta
     assert total([1, 2, 3], FLAT) == 6
     assert random.getstate() == before
     with pytest.raises(BeartypeCallHintViolation):
-        total(["a"], FLAT)  # type: ignore[list-item]
+        total(["a"], FLAT)
 
 
 def test_functions_without_shapes_are_left_as_they_are() -> None:

@@ -69,7 +69,7 @@ def test_public_names_are_imported_when_they_are_used() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'LMM'"):
         forerun.LMM  # noqa: B018
     with pytest.raises(ImportError):
-        from forerun import NoSuchName  # type: ignore[attr-defined]  # noqa: F401
+        from forerun import NoSuchName  # noqa: F401
     run = python("from forerun import *; print(SamplingParams(), LLM)")
     assert run.returncode == 0, run.stderr
 

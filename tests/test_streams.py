@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from forerun import streams
 from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams, show_warnings, warnings_held_back
@@ -32,6 +33,7 @@ class Memory(io.TextIOWrapper):
         super().__init__(io.BytesIO(), "utf-8", write_through=True)
         self.failure = failure
 
+    @override
     def write(self, text: str) -> int:
         if self.failure:
             raise OSError(self.failure, os.strerror(self.failure))

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.peers.place import TORCH, Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+from typing_extensions import override
 
 
 class Transformers(Peer):
@@ -20,6 +21,7 @@ class Transformers(Peer):
     name = "transformers"
     module = "benchmarks.peers.huggingface"
 
+    @override
     def make(self, place: Place, setup: Setup) -> None:
         """Install the library."""
         place.install([TORCH], [TORCH, "transformers", "gguf", "accelerate"])  # the last two read GGUF files
@@ -39,11 +41,13 @@ def load(setup: Setup) -> Service:
             self.watch = watch
             self.prompt_seen = False
 
+        @override
         def put(self, value: torch.Tensor) -> None:
             if self.prompt_seen:
                 self.watch.emitted(value.numel())
             self.prompt_seen = True
 
+        @override
         def end(self) -> None:
             """Do nothing: no tokens are buffered."""
 

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, serve
 from benchmarks.processes import ServerProcess, StepFailed, free_port
+from typing_extensions import override
 
 PACKAGE = "llama-cpp-python"
 GGUF = ".gguf"
@@ -50,6 +51,7 @@ class LlamaCpp(Peer):
     formats: Mapping[str, str] = {"16-bit": "bf16", "8-bit": "q8_0", "4-bit": "q4_K_M"}
     module = "benchmarks.peers.llama_cpp"
 
+    @override
     def make(self, place: Place, setup: Setup) -> None:
         """Build llama.cpp and write both models in the setup's format; GGUF files are used without conversion."""
         self.make_programs(place)

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.peers.place import TORCH, Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
+from typing_extensions import override
 
 MATCHED_TOKENS = 3  # the longest n-gram of its prompt lookup, as in OpenVINO's samples
 
@@ -29,6 +30,7 @@ class OpenVino(Peer):
     module = "benchmarks.peers.openvino"
     environment: Mapping[str, str] = {"OPENVINO_LOG_LEVEL": "0"}
 
+    @override
     def make(self, place: Place, setup: Setup) -> None:
         """Install the packages and export both models in the setup's format."""
         place.install([TORCH], [TORCH, "openvino-genai", "openvino-tokenizers", "optimum-intel"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import MIX, Answer, Mode, Service, Setup, Stopwatch, serve
 from benchmarks.processes import ROOT
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -30,10 +31,12 @@ class Forerun(Peer):
     module = "benchmarks.peers.ours"
     environment: Mapping[str, str] = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
 
+    @override
     def make(self, place: Place, setup: Setup) -> None:
         """Create the folder of the place; nothing else is needed."""
         place.folder.mkdir(parents=True, exist_ok=True)
 
+    @override
     def python(self, place: Place) -> str:
         """The interpreter of the benchmark."""
         return sys.executable

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
+from typing_extensions import override
+
 MIX = "mix"  # of the draft model and n-grams; only forerun has it
 CHOSEN = "auto"  # forerun chooses the depth of each round
 MODE = re.compile(rf"(plain)|(model|ngram|{MIX})-([1-9][0-9]*)|(.+)@({CHOSEN}|[1-9][0-9]*)")
@@ -32,6 +34,7 @@ class Mode:
     depth: int = 0
     spec: bool = False
 
+    @override
     def __str__(self) -> str:
         if self.spec:
             return f"{self.drafter}@{self.depth or CHOSEN}"

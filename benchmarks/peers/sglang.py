@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.peers.place import Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
 from benchmarks.processes import StepFailed
+from typing_extensions import override
 
 REPOSITORY, VERSION = "https://github.com/sgl-project/sglang.git", "v0.5.23"
 PROJECTS = ("python", "python/sglang/kernels/aot")  # each with project files for several kinds of hardware
@@ -30,6 +31,7 @@ class Sglang(Peer):
     module = "benchmarks.peers.sglang"
     environment: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1"}
 
+    @override
     def make(self, place: Place, setup: Setup) -> None:
         """Fetch the sources and install both projects from them."""
         place.install()

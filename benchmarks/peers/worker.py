@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from benchmarks.peers.protocol import Answer, Mode
 from benchmarks.processes import AskedProcess, StepFailed
+from typing_extensions import override
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,13 @@ class Worker(AskedProcess):
         message: dict[str, Any] = json.loads(line)
         return message
 
+    @override
     def ask_to_end(self) -> None:
         """Close the worker's input, after which the worker ends."""
         with suppress(BrokenPipeError):
             self.inbox.close()
 
+    @override
     def close(self) -> None:
         """End the worker and close its output."""
         super().close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulate.roofline import Machine, Shape
+from typing_extensions import override
 
 from forerun.config import AUTO_DEPTH
 from forerun.control.choices import tokens_of
@@ -78,6 +79,7 @@ class ComputedPass(Curve):
 
     formula: Callable[[float], float] = lambda num_tokens: 0.0
 
+    @override
     def expect(self, size: float | int) -> float:
         """The value of the formula for `size` tokens."""
         return self.formula(size)

@@ -228,7 +228,7 @@ def shown(report: BenchReport, width: int = 80) -> str:
     """The card."""
     console = Console(file=io.StringIO(), width=width)
     console.print(bench_card(report))
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    return console.file.getvalue()
 
 
 def test_the_card_fits_80_columns_and_prints_the_figures() -> None:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_paged import check_slots, make_cache, marks
+from typing_extensions import override
 
+from cache.test_paged import check_slots, make_cache, marks
 from forerun.cache.paged import PagedCache
 from forerun.cache.prefix import PrefixStore
 from forerun.cache.shared_prefix import MIN_SHARED, CachedText, longest_prefix, num_shared, start_row
@@ -35,6 +36,7 @@ def read_on(cache: PagedCache, seq_id: int, text: Sequence[int]) -> None:
 class Colliding(bytes):
     """Keys of tokens that all have the same hash."""
 
+    @override
     def __hash__(self) -> int:
         return 1
 

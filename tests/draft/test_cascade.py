@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typing_extensions import override
 
 from draft.rounds import Row, committed, draws_of
 from forerun.device import Placement
@@ -76,6 +77,7 @@ class Silent(Stateless):
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         return Draft(DraftTree.bare(draws.roots_tokens))
 
+    @override
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [0] * len(seq_ids))
 
@@ -83,6 +85,7 @@ class Silent(Stateless):
 class Wild(Silent):
     """Drafts trees that break all rules: too wide, too deep, ids out of range."""
 
+    @override
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         batch = len(draws.rows)
         tokens = torch.tensor([[7, 7, 11, 600, 12, -5, 9, 9]]).expand(batch, 8)
@@ -263,6 +266,7 @@ def test_draft_tokens_beyond_the_judges_vocabulary_are_rejected_and_not_read(lar
     judge.vocab_size = wide
 
     class Beyond(Silent):
+        @override
         def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
             chains = torch.full((len(draws.rows), max(b.depth for b in budgets)), 555)
             return Draft(DraftTree.chains(draws.roots_tokens, chains))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draft.rounds import Row, committed
 from forerun.config import Quantization
@@ -30,6 +31,7 @@ FORMATS: list[tuple[str, Quantization | None]] = [
 class StepByStep(Runner):
     """A runner without the single call for chains."""
 
+    @override
     def draw_chains(self, *arguments: object) -> None:
         return None
 

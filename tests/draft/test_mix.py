@@ -346,5 +346,5 @@ def resumed(engine: Engine) -> list[PartialPass]:
         assert left == ([0] * len(reads) if begun is None else begun.counts)
         return read(reads, taps, drawn, begun)
 
-    engine.runner.read = counted  # type: ignore[method-assign]
+    engine.runner.read = counted
     return found

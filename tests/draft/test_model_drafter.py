@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from draft.rounds import Row, committed, draws_of
 from forerun.draft.base import Budget, ChainToJudge, Committed, Draft, Judge, JudgeLogits
@@ -186,10 +187,12 @@ def test_a_draft_reports_the_time_of_its_passes(
             took_s.append(2.0 ** -len(took_s))
             now_s += took_s[-1]
 
+        @override
         def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> Outputs:
             self.take()
             return super().read(reads, taps, drawn)
 
+        @override
         def draw_chains(self, *arguments: Any) -> Chains | None:
             self.take()
             return super().draw_chains(*arguments) if at_once else None

@@ -80,7 +80,7 @@ def test_chains_drawn_at_once_are_those_drawn_step_by_step(
     for at_once in (True, False):
         llm, drafts = watched(draft, at_once, monkeypatch, speculation=Speculation(5), max_num_seqs=3)
         answers.append([result.outputs[0].token_ids for result in llm.generate(list(STARTS), params)])
-        llm.drafter.runner.cache.check()  # type: ignore[union-attr]
+        llm.drafter.runner.cache.check()
         found.append(drafts)
         llm.close()
     assert answers[0] == answers[1]

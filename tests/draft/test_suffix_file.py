@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from forerun.draft.plan import DraftContext
 from forerun.draft.text import suffix_past
@@ -220,6 +221,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(path: Path, tmp_path: 
 class Full(FileIO):
     """A file on a disk that is nearly full."""
 
+    @override
     def write(self, data: bytes) -> int:
         return super().write(data[: len(data) // 2])
 

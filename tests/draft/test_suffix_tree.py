@@ -151,7 +151,7 @@ class Operations:
     def counting(self, after: object) -> object:
         def counted_after(place: Node | Leaf, token: int) -> Node | Leaf | None:
             self.count += 1
-            return after(place, token)  # type: ignore[operator]
+            return after(place, token)
 
         return counted_after
 

@@ -380,7 +380,7 @@ def test_a_drafter_whose_tokens_cannot_be_compared_is_refused(
         (folder / "tokenizer.json").unlink()
     else:
         words = sentence_piece(400)._backend
-        words.decoder = None  # type: ignore[assignment]
+        words.decoder = None
         words.save(str(folder / "tokenizer.json"))
     with pytest.raises(VocabularyMismatch) as error:
         plan_drafter(f"model:{folder}", context)

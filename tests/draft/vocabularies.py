@@ -47,7 +47,7 @@ def sentence_piece(size: int, corpus: Collection[str] = PROSE, metaspace: bool =
     state["added_tokens"] = state["added_tokens"][:2]  # fallback tokens are not special
     backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     if not metaspace:
-        backend.pre_tokenizer = None  # type: ignore[assignment]
+        backend.pre_tokenizer = None
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

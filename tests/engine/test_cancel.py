@@ -58,7 +58,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     threading.settrace(found.trace)
     yield found
     sys.settrace(before[0])
-    threading.settrace(before[1])  # type: ignore[arg-type]
+    threading.settrace(before[1])
 
 
 @contextmanager

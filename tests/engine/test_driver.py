@@ -83,7 +83,7 @@ def test_concurrent_answers_and_streams_of_many_threads_are_those_of_plain_decod
 
     for i in range(9):
         plain_answer(i)
-    works = [lambda i=i: (stream if i % 2 else answers)(i) for i in range(7)]  # type: ignore[misc]
+    works = [lambda i=i: (stream if i % 2 else answers)(i) for i in range(7)]
     together(*works, lambda: asyncio.run(loop()))
     assert_empty(llm)
 
@@ -134,7 +134,7 @@ def test_an_unread_stream_does_not_block_other_requests() -> None:
         opened.append((stream, [next(stream)]))
 
     together(open_one)
-    found = together(*(lambda i=i: exact_parts(llm.generate(PROMPTS[i % 5], params_with(i))[0]) for i in range(4)))  # type: ignore[misc]
+    found = together(*(lambda i=i: exact_parts(llm.generate(PROMPTS[i % 5], params_with(i))[0]) for i in range(4)))
     assert found == [plain_answer(i) for i in range(4)]
     ((stream, deltas),) = opened
     assert tokens_of([*deltas, *stream]) == plain_tokens(1)

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from functools import cache
 
 import pytest
+from typing_extensions import override
 
 from forerun.cache.paged import Spare
 from forerun.config import EngineOptions, Speculation
@@ -112,6 +113,7 @@ class Watched(FixedDepth):
         self.requested: list[list[int]] = []
         self.granted: list[list[int]] = []
 
+    @override
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Seq[Budget]:
         found = super().budgets(load, outlook, spare)
         self.requested.append(

@@ -347,7 +347,7 @@ def test_committed_tokens_are_delivered_although_recovery_fails(monkeypatch: pyt
     """Among the delivered tokens are the last ones of a text that ends in that round."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     fault = Fault(lambda call: call in (0, 1), MemoryError())
-    honest, observe = llm.engine.runner.clear, llm.engine.drafter.observe  # type: ignore[union-attr]
+    honest, observe = llm.engine.runner.clear, llm.engine.drafter.observe
     decided: list[int] = []
 
     def observe_and_break(news: Committed) -> None:

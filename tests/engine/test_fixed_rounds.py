@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from forerun import LLM, Grammar, SamplingParams
 from forerun.device import CPU, Placement
@@ -72,6 +73,7 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
+    @override
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         indices = args[1] if name in ("index", "index_put_", "index_put") else []
@@ -87,6 +89,7 @@ class Reads(TorchFunctionMode):
         super().__init__()
         self.found: list[str] = []
 
+    @override
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in ("tolist", "item", "cpu", "__bool__", "__int__", "__index__", "__float__"):
@@ -202,6 +205,7 @@ def test_a_wrong_declared_shape_of_an_unfetched_chain_is_harmless() -> None:
     dice = random.Random(0)
 
     class Liar(NgramDrafter):
+        @override
         def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
             batch, columns = len(budgets), 4
             tokens = torch.tensor([[dice.randrange(-1, 512) for _ in range(columns)] for _ in range(batch)])

@@ -139,7 +139,7 @@ def test_options_that_mps_lacks_are_refused_by_name(monkeypatch: pytest.MonkeyPa
     with imagined_mps(monkeypatch, refuse_missing):
         for field, options in (("one_gemm", {"one_gemm": True}), ("quantize", {"quantize": "int8"})):
             with pytest.raises(InvalidRequest, match=f"^{field}: .*leave it out"):
-                LLM(str(TARGET), device="mps", **options)  # type: ignore[arg-type]
+                LLM(str(TARGET), device="mps", **options)
 
 
 def test_operators_that_mps_lacks_are_refused_by_the_list() -> None:

@@ -37,7 +37,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, kind: Any = PassAhead) -> list[bool]:
     rows_for, found = kind.rows_for, list[bool]()
 
     def noted(ahead: Any, *args: object) -> list[int] | None:
-        rows = rows_for(ahead, *args)  # type: ignore[arg-type]
+        rows = rows_for(ahead, *args)
         found.append(rows is not None)
         return rows
 

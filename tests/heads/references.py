@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.sampling.params import SamplingParams
 from heads.adapters import other_family_adapter
@@ -66,13 +67,16 @@ class EagleReference:
 class FirstEagleReference(EagleReference):
     """EAGLE-1 and EAGLE-2: embedding and state through one map, no norm before attention, the target's head."""
 
+    @override
     def fused(self, taps: Tensor) -> Tensor:
         return taps[:, 0]
 
+    @override
     def output(self, embedded: Tensor, states: Tensor) -> Tensor:
         x = torch.cat([embedded, states], -1) @ self.w["fc.weight"].T + self.w.get("fc.bias", torch.zeros(1))
         return with_mlp(self.w, "layers.0.", x + attention(self.w, "layers.0.", x, HEADS, KV_HEADS))
 
+    @override
     def token(self, output: Tensor) -> int:
         return int((self.table @ output).argmax())
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.errors import InvalidRequest, MissingWeights, ModelError, UnsupportedModel, WrongShape
 from forerun.heads.convert import convert
@@ -125,6 +126,7 @@ def test_heads_with_the_targets_matrix_and_hydras_are_read_too(heads: Path, tmp_
 class Mischief:
     """An object that runs code when it is unpickled."""
 
+    @override
     def __reduce__(self) -> tuple[object, ...]:
         return os.mkdir, ("mischief",)
 

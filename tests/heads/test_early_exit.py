@@ -13,6 +13,7 @@ from shutil import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typing_extensions import override
 
 from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.config import EngineOptions, Speculation
@@ -102,7 +103,7 @@ def test_tokens_keys_and_values_are_those_of_plain_decoding(
         texts = some_texts(bench, engine, batch + 1, SHAPES[shapes])
         assert run_checked(bench, engine, texts) == plain(bench, batch + 1, SHAPES[shapes]), shapes
         assert 0 < engine.stats.num_accepted < engine.stats.num_drafted
-        assert not engine.drafter.sequences  # type: ignore[union-attr]
+        assert not engine.drafter.sequences
 
 
 @dataclass(slots=True)
@@ -212,6 +213,7 @@ class Pruning(FixedDepth):
         super().__init__()
         self.first = first
 
+    @override
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         tree = draft.tree
         last = tree.valid.sum(1) - 1
@@ -281,7 +283,7 @@ def test_a_logits_processor_that_fails_once_while_drafting_changes_no_answer(ben
     texts = [requests.sequences(Request.of(random_text(20, 0), p, Speculation(4)))[0] for p in each]
     assert len({tuple(tokens) for tokens in run_checked(bench, engine, texts)}) == 1
     assert len(calls) > 7
-    assert not engine.drafter.lower.tails  # type: ignore[union-attr]
+    assert not engine.drafter.lower.tails
 
 
 def test_an_engine_with_another_runner_disables_the_drafter_with_a_warning(

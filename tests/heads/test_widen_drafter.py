@@ -30,7 +30,7 @@ SAME = ("medusa", "hydra", "eagle-3", "mtp", "dspark", "adapter")
 P_EAGLE = {"num_hidden_layers": 2, "mask_token_id": 0}
 MAKERS: dict[str, Callable[[Path], str]] = {
     **{form: lambda folder, form=form: FORMS[form].spelled.format(FORMS[form].make(folder)) for form in SAME},
-    "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, **P_EAGLE)}",  # type: ignore[arg-type]
+    "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, **P_EAGLE)}",
     "early-exit": lambda folder: f"early-exit:2:{adapter_of(TARGET, folder, 2, range(3, 5))}",
 }
 SHORT = {

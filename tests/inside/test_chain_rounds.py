@@ -219,7 +219,7 @@ def test_rounds_after_prompts_or_with_added_or_removed_rows_are_not_measured() -
     outcomes = []
     rounds = ChainRounds(NgramDrafter(), DEPTH, VOCAB, LONGEST, MOST_ROWS)
     record = rounds.controller.record
-    rounds.controller.record = lambda outcome: (outcomes.append(outcome), record(outcome))  # type: ignore[method-assign]
+    rounds.controller.record = lambda outcome: (outcomes.append(outcome), record(outcome))
     text = np.array([1, 2, 3] * 20, np.int32)
     rounds.propose({0: EngineRow(text[:12], 1)}, False)
     rounds.propose({0: EngineRow(text[:13], 1)}, False)
@@ -233,7 +233,7 @@ def test_rounds_after_prompts_or_with_added_or_removed_rows_are_not_measured() -
 
 def test_a_drafter_that_raises_ends_only_the_drafting(caplog: pytest.LogCaptureFixture) -> None:
     proposer = Proposer(vllm_config(draft="ngram"))
-    proposer.rounds.drafter.observe = lambda news: 1 / 0  # type: ignore[method-assign]
+    proposer.rounds.drafter.observe = lambda news: 1 / 0
     for _ in range(3):
         assert proposer.propose([[1], []], np.array([3, 2]), np.ones((2, LONGEST), np.int32)) == [[], []]
     assert caplog.text.count("Drafting is switched off") == 1

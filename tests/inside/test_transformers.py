@@ -28,6 +28,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 from transformers.generation.streamers import BaseStreamer
+from typing_extensions import override
 
 from forerun import Speculation
 from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel
@@ -230,6 +231,7 @@ class AfterToken(StoppingCriteria):
     def __init__(self, *tokens: int) -> None:
         self.tokens = torch.tensor(tokens)
 
+    @override
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return torch.isin(input_ids[:, -1], self.tokens)
 
@@ -261,9 +263,11 @@ class Recorder(BaseStreamer):
         self.shown: list[list[int]] = []
         self.ended = 0
 
+    @override
     def put(self, value: Tensor) -> None:
         self.shown.append(value.flatten().tolist())
 
+    @override
     def end(self) -> None:
         self.ended += 1
 

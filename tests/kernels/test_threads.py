@@ -106,7 +106,7 @@ def test_the_number_of_threads_is_at_least_one_and_at_most_the_number_set(
     for others, process, wall_s in rounds:
         now[0], used[0] = now[0] + wall_s, used[0] + process * wall_s
         free.next_s = -1.0
-        free.others_s = lambda share=others: share * now[0]  # type: ignore[method-assign]
+        free.others_s = lambda share=others: share * now[0]
         assert 1 <= free.threads(3) <= 3
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+from typing_extensions import override
 
 from forerun import LLM, SamplingParams
 from forerun import device as devices
@@ -45,14 +46,15 @@ class OnCard(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnCard:
-        kept = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kept = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device=torch.device("meta"),
         )  # fmt: skip
         kept.inner = inner
-        return kept  # type: ignore[no-any-return]
+        return kept
 
     @classmethod
+    @override
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise AssertionError(f"{func} outside of the card's mode")
 
@@ -104,6 +106,7 @@ class CardMode(TorchDispatchMode):
         super().__init__()
         self.waits, self.seen = seen.waits, seen
 
+    @override
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
@@ -154,6 +157,7 @@ class Held(TorchDispatchMode):
         self.num_tensors[memory] -= 1
         self.bytes -= 0 if self.num_tensors[memory] else size
 
+    @override
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         given = {x.inner.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, OnCard)}
@@ -176,6 +180,7 @@ class CardFunctions(TorchFunctionMode):
         super().__init__()
         self.waits, self.card, self.seen = seen.waits, seen.card, seen
 
+    @override
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if func in (Tensor.device.__get__, Tensor.is_cuda.__get__) and isinstance(args[0], OnCard):

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from forerun.draft.base import Committed, Outlook
 from forerun.draft.many.cascade import MeasuredLengths
 
@@ -27,5 +29,6 @@ class FixedLength(MeasuredLengths):
         super().__init__()
         self.length = length
 
+    @override
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         return [min(self.length, each) for each in most]

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from typing_extensions import override
+
 from forerun.llm import LLM
 from forerun.models.chains import Chains, ChainStart
 from forerun.models.decoder import Outputs
@@ -40,12 +42,14 @@ class CountingRunner(Runner):
 
     num_passes = num_read = 0
 
+    @override
     def read(self, reads: Sequence[Read], *rest: Any, **more: Any) -> Outputs:
         states = super().read(reads, *rest, **more)
         self.num_passes += 1
         self.num_read += sum(len(read.tokens) for read in reads)
         return states
 
+    @override
     def draw_chains(self, draws: Draws, starts: Sequence[ChainStart], *rest: Any) -> Chains | None:
         chains = super().draw_chains(draws, starts, *rest)
         self.num_read += sum(chains.num_read.values()) if chains else 0

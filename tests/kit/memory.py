@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
+from typing_extensions import override
 
 from forerun.models.backends.gpu import backend, groups, ops, tiles
 from forerun.models.backends.gpu.ops import load_kernels
@@ -82,6 +83,7 @@ class ShapesMode(CardMode):
         super().__init__(Seen())
         self.memory = memory
 
+    @override
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
         carded = any(isinstance(x, OnCard) for x in tree_flatten((args, kwargs))[0])
@@ -118,6 +120,7 @@ class ShapesFunctions(CardFunctions):
         super().__init__(Seen())
         self.memory = memory
 
+    @override
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__name__", "") == "tolist" and isinstance(args[0], OnCard):
             return torch.zeros(args[0].shape, dtype=args[0].dtype).tolist()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.sampling.constraint import Allowed, Constraint
 from forerun.sampling.params import SamplingParams
@@ -27,9 +28,11 @@ class RandomMasks(Constraint):
     def __init__(self, seed: int, vocab: int) -> None:
         self.seed, self.vocab = seed, vocab
 
+    @override
     def suffix(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens)
 
+    @override
     def after(self, behind: tuple[int, ...]) -> Allowed:
         rng = np.random.default_rng([self.seed, *behind])
         share = rng.choice([0.0, 1 / self.vocab, 0.1, 0.5, 1.0, -1.0], p=[0.05, 0.2, 0.25, 0.3, 0.1, 0.1])

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import prometheus_client
+from typing_extensions import override
 
 WORDS = tuple(f" {letter}" for letter in "abcdefghijkl")
 DialectName = Literal["forerun", "vllm", "sglang", "llamacpp", "other"]
@@ -273,6 +274,7 @@ class Answering(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1  # headers and body in one packet
 
+    @override
     def log_message(self, *_: Any) -> None:
         """Silence."""
 

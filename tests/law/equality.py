@@ -7,8 +7,6 @@ logits, unless two are nearly tied; log-probabilities do. The tests choose model
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fuzz import Bench, run
-
 from forerun.accept.outcome import Stats
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
@@ -17,6 +15,7 @@ from forerun.request import Request
 from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
+from law.fuzz import Bench, run
 
 # int8, int4: weights of so many bits. Each format runs by compiled kernels and by torch's operators.
 FORMATS = [f"{numbers}{by}" for by in ("", " by torch") for numbers in ("float32", "bfloat16", "int8", "int4")]

@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from hostile import HOSTILE, Situation, drafted
 
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook, adoptable
 from forerun.sampling.draws import Draws
+from law.hostile import HOSTILE, Situation, drafted
 
 
 @dataclass(slots=True)

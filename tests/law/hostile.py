@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.sampling.draws import Draws
@@ -60,6 +61,7 @@ class Hostile(Stateless):
         self.num_proposed += 1
         return drafted(self.make, Situation(draws, budgets, self.answers, self.random))
 
+    @override
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([0] * len(seq_ids), [10**9] * len(seq_ids))
 

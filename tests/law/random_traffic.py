@@ -8,8 +8,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from fuzz import Bench
-
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.sequence import Sequence
 from forerun.request import Request
@@ -17,6 +15,7 @@ from forerun.sampling.logprobs import TokenLogprobs
 from forerun.sampling.params import SamplingParams
 from forerun.shape import StaticTree
 from kit.texts import story
+from law.fuzz import Bench
 
 SYSTEM = story(150, 1)
 NO_SHARING = ("documented:taps", "mtp-of-3")  # drafters that are shown the states of all tokens

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, deviation
 from torch import Tensor
 
 from forerun.draft import base
@@ -26,6 +25,7 @@ from forerun.verify import verify as verifying
 from forerun.verify.rules import AcceptLaw, Walk, walk
 from kit.drafters import Stateless
 from kit.unchecked import unchecked
+from law.exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, deviation
 
 WRONG = 1e-3  # what a mutant's law is off by at least
 Declared = tuple[tuple[int, ...], tuple[int, ...], tuple[object, ...]]

@@ -8,13 +8,13 @@ An engine that shows 0.665 there, or the same at every depth, is not exact.
 from functools import cache
 
 import pytest
-from fuzz import Bench, run
 
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.engine import Engine
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
+from law.fuzz import Bench, run
 
 NUM_TEXTS, NUM_TOKENS, TOLERANCE = 160, 200, 0.01
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from exact import RULES, TOLERANCE, Context, Draft, Family, Model, deviation, families
-from scripted import WRONG, ToyDrafter, check, drafts_of
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.draft import base
 from forerun.draft.base import Budget, ChainToJudge, Committed, JudgeLogits
@@ -18,6 +17,8 @@ from forerun.draft.many.cascade import CascadeDrafter, Chain, RoundTiming
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from kit.drafters import FixedLength, Stateless
+from law.exact import RULES, TOLERANCE, Context, Draft, Family, Model, deviation, families
+from law.scripted import WRONG, ToyDrafter, check, drafts_of
 
 FAMILIES = [family for family in families(12) if family.vocab == 3]
 
@@ -183,6 +184,7 @@ def test_in_coupled_mode_the_draft_is_what_the_judge_draws() -> None:
 class LowerLaw(CascadeDrafter):
     """The mutant: accepted tokens of the lower member keep the law that it drew them from."""
 
+    @override
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         (chain,) = chains
         before = len(chain.emitted)
@@ -199,6 +201,7 @@ class LowerLaw(CascadeDrafter):
 class Choosy(CascadeDrafter):
     """The mutant: an unlikely last token is dropped, and the chain ends before it."""
 
+    @override
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         (chain,) = chains
         super().emit(draws, chains, tree, logits)
@@ -211,6 +214,7 @@ class Choosy(CascadeDrafter):
 class AcceptedAlone(CascadeDrafter):
     """The mutant: after a rejection the chain ends without the recovered token."""
 
+    @override
     def emit(self, draws: Draws, chains: Sequence[Chain], tree: DraftTree, logits: Tensor) -> None:
         (chain,) = chains
         before = len(chain.emitted)

@@ -11,8 +11,6 @@ from functools import cache
 
 import pytest
 import torch
-from drafters import DOCUMENTED, DRAFTERS, DTYPES, EVERY_DTYPE, built, context
-from rebuilt import size_of, without_past
 
 from draft.rounds import DrafterWithTarget, Row, chunked, committed, draws_of
 from forerun.draft.base import Budget, Committed, Draft, Drafter
@@ -22,6 +20,8 @@ from forerun.models.runner import Read, Runner
 from forerun.verify.sanitize import sanitize
 from kit.assertions import assert_same
 from kit.texts import VOCAB, story
+from law.drafters import DOCUMENTED, DRAFTERS, DTYPES, EVERY_DTYPE, built, context
+from law.rebuilt import size_of, without_past
 
 CACHE_TOKENS = 2048
 LONGEST = 1024  # more than any text here: a target must be able to read every text that is drafted for

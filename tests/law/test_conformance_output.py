@@ -12,12 +12,6 @@ from itertools import cycle, islice
 
 import pytest
 import torch
-from drafters import DRAFTERS, DTYPES, EVERY_DTYPE, as_draft, built, context
-from equality import Answer, Asked, decode, decode_plain
-from faulty import Faulty
-from fuzz import Bench
-from hostile import HOSTILE, Hostile
-from rebuilt import size_of, without_past
 
 from forerun.config import Speculation
 from forerun.device import Placement
@@ -30,6 +24,12 @@ from forerun.shape import StaticTree
 from kit.checkpoints import SMALL, TARGET
 from kit.texts import PROMPTS, VOCAB, story
 from kit.unchecked import unchecked
+from law.drafters import DRAFTERS, DTYPES, EVERY_DTYPE, as_draft, built, context
+from law.equality import Answer, Asked, decode, decode_plain
+from law.faulty import Faulty
+from law.fuzz import Bench
+from law.hostile import HOSTILE, Hostile
+from law.rebuilt import size_of, without_past
 
 CHAIN, TREE, WIDE = Speculation(3), Speculation(3, 2, 8), Speculation(5, 3, 15)
 STATIC = Speculation(tree=StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0]]))

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import CHAINS, FOLDERS, FORMATS, SPECULATIONS, STATIC, TREES, Answer, Asked, Decoded, decode, decode_plain
-from fuzz import Bench, number_format, run
 from recipes.stdlib.corpus import read_corpus, standard_library
 from torch import Tensor
 
@@ -36,6 +34,20 @@ from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import SMALL, TARGET
 from kit.reading import threads
 from kit.sparse import DENSE, FAMILIES, write_sparse
+from law.equality import (
+    CHAINS,
+    FOLDERS,
+    FORMATS,
+    SPECULATIONS,
+    STATIC,
+    TREES,
+    Answer,
+    Asked,
+    Decoded,
+    decode,
+    decode_plain,
+)
+from law.fuzz import Bench, number_format, run
 
 NUM_PROMPTS, NUM_PARTS, NUM_NEW = 200, 10, 40
 SMALLEST, LONGEST, LEAST_FILES = 16, 1023, 8

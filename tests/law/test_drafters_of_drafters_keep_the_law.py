@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sampler import drafted, first_pairs
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.config import Verification
 from forerun.draft.base import Budget, ChainToJudge, Committed, Draft, JudgeLogits
@@ -21,6 +21,7 @@ from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import Purpose, mix
 from forerun.tree import DraftTree
 from kit.drafters import FixedLength, Stateless
+from law.sampler import drafted, first_pairs
 
 VOCAB, MERGED = 3, 2
 P = [0.16, 0.44, 0.40]
@@ -54,6 +55,7 @@ class Table(Stateless):
 class RoundByRound(CascadeDrafter):
     """Continues in rounds where the judge would otherwise draft alone."""
 
+    @override
     def judge_alone(
         self, draws: Draws, rows: Sequence[int], chains: Sequence[Chain], tail: Committed | None, timed: bool
     ) -> float:
@@ -123,6 +125,7 @@ def test_block_with_reused_noise_is_biased(
 class Peeking(MixDrafter):
     """The mutant: both members draft, and the one with the larger first token is chosen, with its law."""
 
+    @override
     def propose(self, draws: Draws, budgets: Sequence[Budget], tail: Committed | None = None) -> Draft:
         each = [
             super(Peeking, self).propose(draws, [replace(b, drafter=number) for b in budgets]) for number in range(2)

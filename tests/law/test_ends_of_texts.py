@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.accept.commit import Origin
 from forerun.config import Speculation
@@ -324,6 +325,7 @@ def test_padding_ids_are_never_generated_under_rejection_rules(wide: Path, wide_
 class Padding(Oracle):
     """Drafts padding ids only."""
 
+    @override
     def grow(self, row: object, budget: object) -> tuple[list[int], list[int]]:
         return [row.tokens[-1], 512, 575], [-1, 0, 1]
 

@@ -14,7 +14,6 @@ from functools import cache
 
 import pytest
 import torch
-from drafters import DRAFTERS, DTYPES, as_draft
 from torch import Tensor
 
 from forerun.config import Speculation, Verification
@@ -29,6 +28,7 @@ from kit.checkpoints import SMALL, TARGET
 from kit.laws import Reals, edited_logits, filtered_logits
 from kit.oracles import Oracle, exact_parts
 from kit.unchecked import unchecked
+from law.drafters import DRAFTERS, DTYPES, as_draft
 
 VOCAB, EOS = 512, 2
 BATCH = 9

@@ -15,12 +15,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from drafters import DRAFTERS, as_draft, built
-from equality import Asked, decode, decode_plain
-from fuzz import Bench
-from hostile import HOSTILE, Hostile
-from sampler import drafted, emitted, judged_round, transitions
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.accept.outcome import Outcome
 from forerun.config import Speculation, Verification
@@ -36,6 +32,11 @@ from kit.checkpoints import TARGET
 from kit.laws import chi_square
 from kit.texts import PROMPTS, story
 from kit.unchecked import unchecked
+from law.drafters import DRAFTERS, as_draft, built
+from law.equality import Asked, decode, decode_plain
+from law.fuzz import Bench
+from law.hostile import HOSTILE, Hostile
+from law.sampler import drafted, emitted, judged_round, transitions
 
 SCHEMA = {
     "type": "object",
@@ -182,7 +183,7 @@ def test_draft_tokens_that_a_grammar_forbids_count_as_rejected() -> None:
     llm = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], texts), dtype="float32")
     passes: list[Outcome] = []
     honest = llm.engine.controller.record
-    llm.engine.controller.record = lambda outcome: passes.append(outcome) or honest(outcome)  # type: ignore
+    llm.engine.controller.record = lambda outcome: passes.append(outcome) or honest(outcome)
     (found,) = llm.generate("x", params, speculation=Speculation(4))
     assert found.metrics.num_drafted > found.metrics.num_accepted == 0
     assert found.metrics.offered_at_depth[0] > 0
@@ -228,12 +229,12 @@ def test_an_answer_ends_with_the_token_that_completes_its_grammar() -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32")
     whole = Grammar.choice(["Tom went."])
     for options in ({}, {"min_tokens": 30}, {"ignore_eos": True}, {"n": 3}, {"banned_tokens": [2]}):
-        result = llm.generate("x", SamplingParams(grammar=whole, **options))[0]  # type: ignore[arg-type]
+        result = llm.generate("x", SamplingParams(grammar=whole, **options))[0]
         assert [(o.text, o.finish_reason, o.stop_reason) for o in result.outputs] == [("Tom went.", "stop", None)] * (
             options.get("n", 1)
         )
     for options, text, reason in (({"max_tokens": 2}, None, "length"), ({"stop": "we"}, "Tom ", "stop")):
-        output = llm.generate("x", SamplingParams(grammar=whole, **options))[0].outputs[0]  # type: ignore[arg-type]
+        output = llm.generate("x", SamplingParams(grammar=whole, **options))[0].outputs[0]
         assert output.finish_reason == reason
         assert output.text == (text or output.text)
         assert "Tom went.".startswith(output.text)
@@ -265,9 +266,11 @@ class Table(Constraint):
         self.ends, words = frozenset[int](), np.packbits(allowed.numpy(), axis=1, bitorder="little")
         self.places = [Allowed(np.frombuffer(row.tobytes().ljust(4, b"\0"), np.uint32)) for row in words]
 
+    @override
     def suffix(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[-1:])
 
+    @override
     def after(self, behind: tuple[int, ...]) -> Allowed:
         return self.places[behind[-1]]
 

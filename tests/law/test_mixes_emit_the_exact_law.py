@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from exact import RULES, TOLERANCE, Family, deviation, families
-from scripted import WRONG, ToyDrafter, check, drafts_of
+from typing_extensions import override
 
 from forerun.draft.base import Budget
 from forerun.draft.many.mix import MixDrafter
 from forerun.sampling.draws import Draws
 from forerun.tree import HostTree
+from law.exact import RULES, TOLERANCE, Family, deviation, families
+from law.scripted import WRONG, ToyDrafter, check, drafts_of
 
 FAMILIES = [family for family in families(16) if family.vocab == 3]
 MERGED = 2
@@ -57,6 +58,7 @@ def test_merged_rows_are_exact_for_any_number_of_nodes(nodes: int, drawn: bool) 
 class Declaring(MixDrafter):
     """The mutant: a merged row declares the law of the first member's draft tokens."""
 
+    @override
     def row_tree(self, row: int, budget: Budget, draws: Draws, trees: Mapping[int, Sequence[HostTree]]) -> HostTree:
         grown, first = super().row_tree(row, budget, draws, trees), trees[0][row]
         law_of = dict(zip(first.paths(), first.law_rows, strict=True))

@@ -13,8 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from drafters import DRAFTERS, built
-from fuzz import Bench, run
+from typing_extensions import override
 
 from forerun.accept.outcome import Outcome
 from forerun.cache.paged import Spare
@@ -28,6 +27,8 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from kit.drafters import FixedLength
 from kit.laws import chi_square
+from law.drafters import DRAFTERS, built
+from law.fuzz import Bench, run
 
 ROOT_TEXT = [1, 403, 407, 261]  # "Once upon a"
 TOP_K, NUM_TOKENS, NUM_TEXTS, TEMPERATURE = 4, 3, 2500, 2.0
@@ -43,6 +44,7 @@ class RandomDepth(FixedDepth):
         super().__init__()
         self.rng = random.Random(3)
 
+    @override
     def budgets(self, load: Load, outlook: Outlook, spare: Spare) -> Sequence[Budget]:
         budgets = super().budgets(load, outlook, spare)
         return [
@@ -54,6 +56,7 @@ class RandomDepth(FixedDepth):
 class KeepsOddIds(FixedDepth):
     """Looks at the drawn tokens and keeps odd ids only."""
 
+    @override
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         tree = draft.tree
         is_odd = (tree.tokens % 2 == 1) | (tree.parents < 0)
@@ -66,9 +69,11 @@ class KeepsOddIds(FixedDepth):
 class Refusing(FixedDepth):
     """Removes all draft tokens after they were drafted."""
 
+    @override
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         return DraftTree.bare(draft.tree.tokens[:, 0])
 
+    @override
     def record(self, outcome: Outcome) -> None:
         assert not any(row.num_drafted for row in outcome.rows)
 

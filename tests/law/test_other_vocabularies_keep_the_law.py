@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 import torch
-from exact import EVERY, TOLERANCE, Context, Family, Law, chains, deviation, trees
 
 from draft.vocabularies import two_letters
 from forerun.draft.vocab.transcript import Transcriber, Transcript
 from forerun.draft.vocab.vocabulary import SharedTokens, Vocabulary, shared_ids
+from law.exact import EVERY, TOLERANCE, Context, Family, Law, chains, deviation, trees
 
 FAMILIES = [(Family(seed, 4), Family(1000 + seed, 4, zeros=0.0)) for seed in range(12)]
 

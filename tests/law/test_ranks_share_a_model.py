@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafters import DRAFTERS, built_for
-from equality import Answer, Asked, decode, decode_plain
-from fuzz import Bench, number_format
+from typing_extensions import override
 
 from forerun.config import Speculation
 from forerun.draft.base import Drafter
@@ -31,6 +29,9 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.texts import story
+from law.drafters import DRAFTERS, built_for
+from law.equality import Answer, Asked, decode, decode_plain
+from law.fuzz import Bench, number_format
 
 NUM_TOKENS = 8192
 WORLDS, FORMATS = (2, 4), ("float32", "bfloat16", "int8", "int4")
@@ -45,6 +46,7 @@ ASKED = [
 class SharedBench(Bench):
     """A target that ranks share. There is one cache, which every engine begins empty."""
 
+    @override
     def with_cache(self, runner: Runner, num_tokens: int) -> Runner:
         if runner is not self.runner:
             return Runner.of(runner.decoder, num_tokens, 16)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzz import rows_of
 from torch import Tensor
 
 from forerun.models.backends.torch_cpu.backend import TorchBackend
@@ -19,6 +18,7 @@ from forerun.models.weights import Checkpoint
 from kit.checkpoints import SMALL, TARGET
 from kit.reading import logits_in_pieces, threads
 from kit.unchecked import unchecked
+from law.fuzz import rows_of
 
 CHUNKS = {1: (1, 3, 8, 33, 64, 201, 400), 2: (201, 400, 1100)}  # by threads
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]

@@ -10,7 +10,8 @@ from fractions import Fraction
 from functools import partial
 
 import pytest
-from exact import (
+
+from law.exact import (
     EVERY,
     RULES,
     TOLERANCE,

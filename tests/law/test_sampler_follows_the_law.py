@@ -7,9 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from exact import Context, Law, chains, judged, trees
-from sampler import drafted, emitted, first_pairs, judged_round, law_of, sequences, transitions
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.config import Speculation, Verification
 from forerun.draft.base import Budget
@@ -24,6 +23,8 @@ from forerun.verify.rules import block_law, token_law
 from forerun.verify.verify import verify
 from kit.laws import chi_square
 from kit.unchecked import unchecked
+from law.exact import Context, Law, chains, judged, trees
+from law.sampler import drafted, emitted, first_pairs, judged_round, law_of, sequences, transitions
 
 VOCAB, COUNT, ROOT, DEPTH = 50, 100_000, 3, 2
 BATCH = 250  # sequences whose trees are grown together
@@ -152,6 +153,7 @@ def test_accepted_length_and_next_token_have_the_joint_law_of_shared_noise() -> 
 class PositionOnly(Draws):
     """The mutant: noise of the rejection modes without the round's root position in its key."""
 
+    @override
     def _row_key(self, row: RowSampling, purpose: Purpose, root: int) -> int:
         return mix((row.seed, row.sample, purpose, self.level))
 

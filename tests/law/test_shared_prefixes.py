@@ -9,10 +9,6 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from drafters import DRAFTERS, built
-from equality import FORMATS
-from fuzz import Bench
-from random_traffic import NO_SHARING, SYSTEM, Traffic
 
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
@@ -22,6 +18,10 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.texts import story
 from kit.unchecked import unchecked
+from law.drafters import DRAFTERS, built
+from law.equality import FORMATS
+from law.fuzz import Bench
+from law.random_traffic import NO_SHARING, SYSTEM, Traffic
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,7 @@ from statistics import median
 import psutil
 import pytest
 import torch
-from drafters import DRAFTERS, DTYPES, built
-from faulty import Faulty
-from fuzz import Bench, read_again, rows_of
-from random_traffic import NO_SHARING, Traffic
-from rebuilt import reachable, size_of, without_past
+from typing_extensions import override
 
 from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.accept.outcome import Stats
@@ -35,6 +31,11 @@ from kit.assertions import assert_same
 from kit.oracles import Oracle
 from kit.texts import story
 from kit.unchecked import unchecked
+from law.drafters import DRAFTERS, DTYPES, built
+from law.faulty import Faulty
+from law.fuzz import Bench, read_again, rows_of
+from law.random_traffic import NO_SHARING, Traffic
+from law.rebuilt import reachable, size_of, without_past
 
 NUM_REQUESTS = 24
 ROOM = 4096  # tokens in a drafter's cache: enough for all sequences
@@ -70,9 +71,11 @@ class Rounds(Traffic):
         self.engine.drafter = Faulty(drafters, self.rng, self.answers, weights)
         self.num_rounds, self.pool = 0, list[Request]()
 
+    @override
     def prompt(self, tenant: str) -> list[int]:
         return super().prompt(tenant)[:120]
 
+    @override
     def request(self) -> Request:
         """One of NUM_REQUESTS requests, so that stored past answers do not grow for ever."""
         if len(self.pool) < NUM_REQUESTS:
@@ -82,6 +85,7 @@ class Rounds(Traffic):
     def answers(self) -> list[list[int]]:
         return [text.alone.tokens for text in self.live.values()]
 
+    @override
     def ask(self) -> None:
         super().ask()
         self.oracle.answers.clear()
@@ -90,6 +94,7 @@ class Rounds(Traffic):
             known = self.oracle.answers.setdefault((tuple(prompt), text.alone.sample), [])
             known.append((text.alone.params, answer))
 
+    @override
     def round(self) -> None:
         """One round; its number decides how many sequences there are and whether one is cancelled."""
         while len(self.live) < CROWDS[self.num_rounds // 30 % len(CROWDS)]:

@@ -10,7 +10,6 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from fuzz import Bench, run
 
 from forerun.async_llm import AsyncLLM
 from forerun.config import EngineOptions, Speculation
@@ -21,6 +20,7 @@ from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.engines import plain
 from kit.unchecked import unchecked
+from law.fuzz import Bench, run
 
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park.", "One day, a big dog")
 DEEP = Speculation(6)

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from drafters import DRAFTERS, DTYPES, as_draft
 
 from forerun import LLM, SamplingParams
 from forerun.config import Speculation
@@ -19,6 +18,7 @@ from forerun.sampling.draws import Draws, RowSampling
 from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
 from kit.unchecked import unchecked
+from law.drafters import DRAFTERS, DTYPES, as_draft
 from sampling.logits import logits_of
 
 COMMON = 2.0**-4

@@ -6,13 +6,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from exact import RULES, TOLERANCE, Draft, Emissions, Family, Rule, bare, chains, deviation, families, judged, trees
 from torch import Tensor
-from wrong_rules import first_failure_stops, joint_weights, token_residual
 
 from forerun.tree import DraftTree
 from forerun.verify import rules
 from forerun.verify.rules import AcceptLaw, block_law, token_law
+from law.exact import RULES, TOLERANCE, Draft, Emissions, Family, Rule, bare, chains, deviation, families, judged, trees
+from law.wrong_rules import first_failure_stops, joint_weights, token_residual
 
 FAMILIES = families(16)
 WRONG = 1e-3

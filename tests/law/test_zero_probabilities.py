@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from exact import BELOW_ONE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,6 +14,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftLaw, DraftTree
 from forerun.verify.rules import AcceptLaw, block_law, token_law, walk
 from forerun.verify.verify import verify
+from law.exact import BELOW_ONE
 
 LAWS = pytest.mark.parametrize("rule", [token_law, block_law])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -39,7 +39,7 @@ def assert_valid_law(law: AcceptLaw) -> None:
 
 @LAWS
 @DTYPES
-def test_a_draft_token_of_probability_zero_is_rejected_for_every_coin(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+def test_a_draft_token_of_probability_zero_is_rejected_for_every_coin(rule, dtype) -> None:
     args = chain([[0.0, 0.25, 0.75], [0.2, 0.3, 0.5]], [[0.5, 0.25, 0.25]], [0], dtype)
     law = rule(*args)
     assert_valid_law(law)
@@ -51,7 +51,7 @@ def test_a_draft_token_of_probability_zero_is_rejected_for_every_coin(rule, dtyp
 
 @LAWS
 @DTYPES
-def test_equal_laws_accept_every_draft_token(rule, dtype) -> None:  # type: ignore[no-untyped-def]
+def test_equal_laws_accept_every_draft_token(rule, dtype) -> None:
     """The residual is empty; the law that stands in for it is the target's."""
     p = [[0.1, 0.2, 0.7], [0.3, 0.3, 0.4], [0.5, 0.2, 0.3]]
     args = chain(p, p[:2], [2, 0], dtype)

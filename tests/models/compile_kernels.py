@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
+from typing_extensions import override
 
 from forerun.models.backends.gpu import groups, ops
 from forerun.models.backends.gpu.backend import OneGemmLinear
@@ -82,6 +83,7 @@ class Launch:
         named = (why for (kernel, case), why in SPILLS.items() if kernel == self.kernel and self.case.startswith(case))
         return next(named, (0, ""))
 
+    @override
     def __str__(self) -> str:
         bytes_, why = self.exception
         spills = self.spilled_bytes > bytes_ or (self.spilled_within > 0 and why.startswith(OUTSIDE))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from forerun.models.backends.gpu.experts import sorted_pairs
 from forerun.models.backends.gpu.groups import GroupLinear, PackedExperts, PackedGroups
@@ -82,6 +83,7 @@ class Tiled(PackedExperts):
 
     rows = 16
 
+    @override
     def tile_rows(self, average: float) -> int:
         return self.rows
 

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=FORMS, ids=lambda form: "-".join(map(str, form)))
 def form(request: pytest.FixtureRequest) -> tuple[str, int, int, bool]:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.mark.short("INT4-192-*", "UINT4-320-*", "INT8-96-*", "INT8-200-*", "INT8-48-*", "E4M3-256-*", "E2M1-*")

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from thread_ranks import in_threads
 
 from forerun import LLM, SamplingParams
 from forerun.errors import ForerunError, InvalidRequest
@@ -15,6 +14,7 @@ from kit.checkpoints import TARGET
 from kit.quantized_folders import KINDS, write_mxfp4, write_quantized
 from kit.sparse import write_architecture, write_sparse
 from kit.texts import STARTS
+from models.thread_ranks import in_threads
 
 __all__ = ["in_threads"]
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=16, ignore_eos=True, logprobs=0) for t in (0.0, 1.0)]

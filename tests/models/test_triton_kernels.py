@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from forerun.config import Quantization
 from forerun.device import Placement
@@ -99,6 +100,7 @@ def test_the_check_of_independent_rows_can_fail(ops: TritonOps) -> None:
     class Sociable(TritonOps):
         """Adds what the first row holds, rounded away nearly everywhere."""
 
+        @override
         def attend(self, query, keys, values, where, window, sinks=None, cap=None):
             out = super().attend(query, keys, values, where, window, sinks, cap)
             return out + 1e-7 * out[:1]

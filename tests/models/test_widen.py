@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from test_families import CASES, LENGTH, VOCAB, Case, build, our_logits
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -37,6 +36,7 @@ from forerun.models.widen import LayerOrigin, Wider, cached_widened, widen
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import DATA, SMALL, TARGET
 from kit.command import command, refusal
+from models.test_families import CASES, LENGTH, VOCAB, Case, build, our_logits
 
 TOKENS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
 BY_NAME = {f"{case.family}: {case.name}": case for case in CASES}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tables import Pair, Spoil, dropping, flattened
 from torch import Tensor
 
 from forerun.cache.paged import PagedCache
@@ -26,6 +25,7 @@ from forerun.tree import DraftTree
 from forerun.verify import verify as judging
 from forerun.verify.rules import AcceptLaw, Verdict, follow
 from law.wrong_rules import first_failure_stops, joint_weights, token_residual
+from prove.tables import Pair, Spoil, dropping, flattened
 
 Patch = pytest.MonkeyPatch
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import tiny_llm
 
 from forerun.config import Speculation
 from forerun.prove.workload import ProofPace, ProofWorkload, rounded_duration
 from kit.unchecked import unchecked
+from prove.tiny import tiny_llm
 
 
 def test_more_work_takes_longer_in_proportion() -> None:

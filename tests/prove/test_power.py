@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mutants import LAW_MUTANTS, TOKEN_MUTANTS, LawMutant, planted
-from tables import Pair, texts
-from tiny import tiny_llm
 
 from forerun.config import Speculation, Verification
 from forerun.llm import LLM
@@ -20,6 +17,9 @@ from forerun.prove.law import TOP_K, prove_laws
 from forerun.prove.workload import ProofWorkload
 from forerun.sampling.params import SamplingParams
 from kit.unchecked import unchecked
+from prove.mutants import LAW_MUTANTS, TOKEN_MUTANTS, LawMutant, planted
+from prove.tables import Pair, texts
+from prove.tiny import tiny_llm
 
 NUM_TESTS = 3  # of a default workload: the level is shared among so many
 PARAMS = SamplingParams(top_k=TOP_K)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tiny import tiny_llm
 
 from forerun import InvalidRequest, Speculation
 from forerun.llm import LLM
@@ -15,6 +14,7 @@ from forerun.prove.show import verdict
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.unchecked import unchecked
+from prove.tiny import tiny_llm
 
 WORKLOAD = ProofWorkload(
     num_prompts=2, max_tokens=12, temperatures=(0.0, 1.0), shapes=(Speculation(3), Speculation(3, 2)), num_texts=250

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from mutants import TOKEN_MUTANTS, wrong_token_at
 from typer.testing import Result
 
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import SMALL, TARGET
 from kit.command import command, refusal
+from prove.mutants import TOKEN_MUTANTS, wrong_token_at
 
 PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
 QUICK = ["--num-prompts", "3", "--max-tokens", "12", "--num-texts", "100"]

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from mutants import LAW_MUTANTS, TOKEN_MUTANTS, planted
 from typer.testing import CliRunner, Result
 
 from forerun import cli
@@ -13,6 +12,7 @@ from forerun.prove import ProofWorkload, prove
 from forerun.prove.chi_square import LEVEL
 from kit.servers import drafting, running
 from kit.unchecked import unchecked
+from prove.mutants import LAW_MUTANTS, TOKEN_MUTANTS, planted
 
 PROMPTS = ["Once upon a time", "Lily had a red ball", "Tom and his dog"]
 

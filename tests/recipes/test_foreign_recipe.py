@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from material import SHORT, Killed, dying, write_source
 from recipes.stdlib import foreign
 from recipes.stdlib.corpus import read_corpus
 from recipes.stdlib.foreign import FOREIGN, NAME, Foreign, cook_foreign, target_texts
@@ -18,6 +17,7 @@ from rich.progress import Progress
 
 from forerun import LLM, SamplingParams
 from forerun.draft.vocab.translate import TranslatingDrafter
+from kit.recipe_material import SHORT, Killed, dying, write_source
 
 TINY = Foreign(
     vocab_size=290,

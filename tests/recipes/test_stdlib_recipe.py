@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from material import SHORT, Killed, dying, write_source
 from recipes.stdlib import recipe as stages
 from recipes.stdlib.corpus import read_corpus, standard_library
 from recipes.stdlib.generate import Texts
@@ -17,6 +16,7 @@ from recipes.stdlib.training import Record, Schedule, Shape
 from rich.progress import Progress
 
 from forerun import LLM, SamplingParams
+from kit.recipe_material import SHORT, Killed, dying, write_source
 
 TINY = Recipe(
     vocab_size=320,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from forerun.bench.material import Passage
 from forerun.prove.workload import ProofWorkload
@@ -127,6 +128,7 @@ class FixedAnswers(AnswerClient):
     async def counts(self) -> SpeculationCounts:
         return SpeculationCounts()
 
+    @override
     async def ask(
         self,
         prompts: Sequence[Passage],

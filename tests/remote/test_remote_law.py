@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from forerun.bench.material import Passage
 from forerun.prove.cells import MOST_TOKENS
@@ -191,6 +192,7 @@ class DrawnAnswers(AnswerClient):
     async def counts(self) -> SpeculationCounts:
         return SpeculationCounts()
 
+    @override
     async def ask(
         self, prompts: Sequence[Passage], seeds: Sequence[int], *_: object, **__: object
     ) -> list[RemoteAnswer]:

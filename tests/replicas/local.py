@@ -53,7 +53,7 @@ class LocalReplicas:
             self.under_way[name] -= 1
 
     async def readings(self) -> Mapping[str, Sequence[Metric]]:
-        return copied({name: replica.reading()[1] for name, replica in self.there.items()})  # type: ignore[no-any-return]
+        return copied({name: replica.reading()[1] for name, replica in self.there.items()})
 
     async def num_running(self) -> int:
         return len(self.there)

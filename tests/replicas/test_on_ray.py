@@ -79,7 +79,7 @@ def served() -> Iterator[tuple[Any, Handle]]:
     with replicated() as (running, replicas):
         handle = Handle(replicas)
         with unchecked():
-            made = RayReplicas(handle, "app")  # type: ignore[arg-type]
+            made = RayReplicas(handle, "app")
         vars(made)["streaming"] = handle
         running.server.service.replica_front.replicas = made
         yield running, handle

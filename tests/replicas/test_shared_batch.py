@@ -58,7 +58,7 @@ def run(replicas: LocalReplicas, alone: LLM, tmp_path: Path, monkeypatch: pytest
     def ray_replicas(_: Any, settings: Any, __: float, ___: str) -> Iterator[tuple[RemoteLLM, LocalReplicas]]:
         yield RemoteLLM(copied(replicas.there["r0"].description()), settings.most), replicas
 
-    monkeypatch.setitem(sys.modules, "forerun.replicas.on_ray", SimpleNamespace(ray_replicas=ray_replicas))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "forerun.replicas.on_ray", SimpleNamespace(ray_replicas=ray_replicas))
     monkeypatch.setattr("forerun.commands.serve.require_ray", lambda: None)
     monkeypatch.setattr(batch, "build_llm", lambda *_: alone)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_transforms import VOCAB, chains, random_logits, sequences
 
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.params import SamplingParams
 from kit.laws import chi_square
+from sampling.test_transforms import VOCAB, chains, random_logits, sequences
 
 
 def many_positions(draws: Draws, count: int) -> PathState:

@@ -25,7 +25,7 @@ from kit.checkpoints import TARGET
 
 STORIES = Tokenizer.load(TARGET)
 VOCAB, EOS = 512, 2
-SPELLED = STORIES.byte_table().spelled  # type: ignore[union-attr]
+SPELLED = STORIES.byte_table().spelled
 TEXTS = ["yes", "no", "yesterday", "a boy and a dog", "a boy\nand", 'say "hi"', "äöü", "no no"]
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logits import SHAPES, logits_of
 from torch import Tensor
 
 from forerun.config import Speculation
@@ -26,6 +25,7 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws, PathState, RowSampling
 from forerun.sampling.params import SamplingParams
 from kit.unchecked import unchecked
+from sampling.logits import SHAPES, logits_of
 
 VOCAB, NUM_IDS, EOS, CONTEXT = 40, 37, 2, 64
 TEXT = [1, 5, 5, 9, 5, 3]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from logits import SHAPES, logits_of
 
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.sampling import winners
 from forerun.sampling.logprobs import token_logprobs
 from kit.compiled import require_compiler
+from sampling.logits import SHAPES, logits_of
 
 rows_of_logits = st.lists(st.lists(st.integers(-3, 3), min_size=7, max_size=7), min_size=1, max_size=4)
 

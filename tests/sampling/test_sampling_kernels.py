@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logits import SHAPES, logits_of
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.kernels.sampling import UNDECIDED, UNKNOWN, RowLaws, SamplingKernels
 from forerun.sampling.draws import Draws, PathState, RowSampling
@@ -31,6 +31,7 @@ from kit.compiled import LEVELS, compiled_for
 from kit.reading import threads
 from kit.rows import FEW, odd, rows_of
 from kit.unchecked import unchecked
+from sampling.logits import SHAPES, logits_of
 
 NUM_TEXTS = 3
 
@@ -296,6 +297,7 @@ def test_float64_and_draft_noise_are_left_to_torch(kernels: SamplingKernels) -> 
     logits, asked = torch.randn(1, 50), []
 
     class Asked(SamplingKernels):
+        @override
         def choose(self, *arguments: Any) -> array[int]:
             asked.append(arguments)
             return super().choose(*arguments)

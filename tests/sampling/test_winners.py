@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logits import SHAPES, logits_of
 from torch import Tensor
 
 from forerun.sampling.draws import Draws, RowSampling
 from forerun.sampling.noise import FAINTEST, QUIET, Purpose, absorb, gumbel, gumbel_at, hash_bits, loud_ids
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.winners import LEAST_VOCAB, RoundNoise, first_largest
+from sampling.logits import SHAPES, logits_of
 
 CPU = torch.device("cpu")
 VOCABS = st.sampled_from([LEAST_VOCAB - 1, LEAST_VOCAB, LEAST_VOCAB + 17, 40_001])

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from typing_extensions import override
+
 from forerun.llm import LLM
 from forerun.serve.logprob_text import TokenTexts
 from kit.checkpoints import TARGET
@@ -22,6 +24,7 @@ class Spelled(TokenTexts):
     def __init__(self, *texts: str) -> None:
         self.texts = texts
 
+    @override
     def bytes_of(self, token: int) -> bytes:
         return self.texts[token].encode()
 

@@ -134,14 +134,14 @@ def test_answers_under_load_are_those_of_requests_alone(server: Running) -> None
 def test_a_drawn_seed_is_reported_and_reproduces_the_answer(server: Running) -> None:
     client = server.client()
     first = client.completions.create(model="stories", prompt=["Lily", "Tom"], temperature=1.5, max_tokens=12, n=2)
-    assert 0 <= first.seed < 2**53  # type: ignore[attr-defined]
+    assert 0 <= first.seed < 2**53
     again = client.completions.create(
         model="stories",
         prompt=["Lily", "Tom"],
         temperature=1.5,
         max_tokens=12,
         n=2,
-        seed=first.seed,  # type: ignore[attr-defined]
+        seed=first.seed,
     )
     assert [choice.text for choice in again.choices] == [choice.text for choice in first.choices]
     assert len({choice.text for choice in first.choices}) == 4
@@ -193,7 +193,7 @@ def test_a_conversation_whole_streamed_and_by_the_library(server: Running) -> No
     }  # fmt: skip
     client = server.client()
     whole = client.chat.completions.create(**asked)
-    assert tuple(whole.prompt_token_ids) == expected.prompt_token_ids  # type: ignore[attr-defined]
+    assert tuple(whole.prompt_token_ids) == expected.prompt_token_ids
     for choice, sample in zip(whole.choices, expected.outputs, strict=True):
         assert choice.message.content == sample.text
         assert choice.message.role == "assistant"
@@ -205,7 +205,7 @@ def test_a_conversation_whole_streamed_and_by_the_library(server: Running) -> No
             assert [top.logprob for top in entry.top_logprobs] == list(each.top_logprobs)
         spelled = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
         assert spelled.decode().startswith(sample.text)
-    texts, entries, roles = ["", ""], [[], []], [0, 0]  # type: ignore[var-annotated]
+    texts, entries, roles = ["", ""], [[], []], [0, 0]
     for chunk in client.chat.completions.create(**asked, stream=True):
         for part in chunk.choices:
             texts[part.index] += part.delta.content or ""

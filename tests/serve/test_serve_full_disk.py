@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from forerun import store, streams
 from forerun.control import kept_costs
@@ -235,6 +236,7 @@ class Faults:
         at = self.at
 
         class FaultyFile(FileIO):
+            @override
             def write(self, data: Any) -> int:
                 return at(super().write, data)
 

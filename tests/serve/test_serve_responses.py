@@ -43,8 +43,8 @@ def test_openai_s_client_reads_it_whole_and_streamed(server: Running) -> None:
         last = stream.get_final_response()
     assert text == whole.output_text == last.output_text != ""
     assert whole.usage is not None
-    logprobs = whole.output[0].content[0].logprobs  # type: ignore[union-attr]
-    assert logprobs == last.output[0].content[0].logprobs  # type: ignore[union-attr]
+    logprobs = whole.output[0].content[0].logprobs
+    assert logprobs == last.output[0].content[0].logprobs
     assert len(logprobs or ()) == whole.usage.output_tokens
 
 

@@ -83,7 +83,7 @@ def test_no_value_in_the_other_files_raises_another_error(folder: Path, name: st
 def test_a_file_of_anything_else_is_named(folder: Path, name: str) -> None:
     damages: list[Callable[[Path], object]] = [
         lambda path, text=text: path.write_bytes(text) for text in TEXTS.values()
-    ]  # type: ignore[misc]
+    ]
     for damage in (*damages, lambda path: (path.unlink(), path.mkdir())):
         damage(folder / name)
         error = used(folder)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from draft import vocabularies
 from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
@@ -337,6 +338,7 @@ def test_no_more_of_a_long_text_is_cut_into_tokens_than_shows_its_length(text: s
     cut = []
 
     class Watched(Tokenizer):
+        @override
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             cut.append(len(text))
             return super().encode(text, add_special_tokens)

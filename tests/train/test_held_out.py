@@ -57,7 +57,7 @@ def student_of(kind: str, target: Blueprint, folder: Path) -> Student:
         assert {n: t.shape for n, t in student.weights.items()} == {n: t.shape for n, t in weights.items()}
         return replace(student, weights=trainable(weights, torch.device("cpu")))
     if kind in BLOCKS:
-        block = block_of(TARGET, folder, **BLOCKS[kind])  # type: ignore[arg-type]
+        block = block_of(TARGET, folder, **BLOCKS[kind])
         values, weights = json.loads((block / "config.json").read_text()), load_file(block / "model.safetensors")
         tensors = BlockTensors.of(Fields(folder, values), weights.keys(), target.config, target.name)
         config, depths = tensors.config, tensors.config.most_depth
@@ -111,7 +111,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
                 accepted[j] += j < row.accepted
         plain_record(outcome)
 
-    llm.engine.controller.record = recording  # type: ignore[method-assign]
+    llm.engine.controller.record = recording
     for text in texts:
         assert text.is_cut
         answer = llm.generate([list(text.tokens[: text.num_prompt])], settings.sampling(text.seed))[0]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forerun.heads.student import Predictions, Student, TargetText, TextBatch
 from forerun.train.objective import SMOOTH, Objective, d_pace, deepened, gathered
@@ -22,6 +23,7 @@ def text_of(num_prompt: int, num_tokens: int, seed: int) -> TargetText:
 class Fixed(Student):
     """A student with given logits at two depths."""
 
+    @override
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         generator = torch.Generator().manual_seed(7)
         size = VOCAB if self.vocabulary is None else len(self.vocabulary)

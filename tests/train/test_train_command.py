@@ -307,7 +307,7 @@ def test_it_stops_early_when_held_out_acceptance_no_longer_rises(prompts: Path, 
 def test_a_loss_that_is_not_finite_ends_the_training_with_its_name(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LOSSES, "tv", lambda laws, _: laws.overlap / 0 * 0)  # type: ignore[index]
+    monkeypatch.setitem(LOSSES, "tv", lambda laws, _: laws.overlap / 0 * 0)
     more = ["--steps", "9", "-n", "8", "--loss", "tv", "--kl-share", "0.4", "--rate", "0.25"]
     result = command("train", "early-exit", *QUICK, *more, "--data", str(prompts), "--out", str(tmp_path / "out"))
     assert result.exit_code == 2

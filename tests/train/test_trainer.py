@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
 from forerun.heads.fresh import TargetTables
 from forerun.heads.mtp.student import MtpStudent
@@ -54,6 +55,7 @@ class TwoHeads(Student):
         more: dict[str, Any] = {"depth_weights": (1.0, 0.8), "vocabulary": torch.arange(3, 3 + IDS)}
         return cls.untrained(target, {}, weights, table=TargetTables.of(target).embedding, **more)
 
+    @override
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         first = batch.first_root
         assert first > 0

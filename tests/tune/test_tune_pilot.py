@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from typing_extensions import override
 
 from forerun import LLM
 from forerun.bench.material import Item, Workload
@@ -35,6 +36,7 @@ class RowsTape(RunLog):
     shapes: list[tuple[int, int, int, int]] = field(default_factory=list)
     num_decoded: int = 0
 
+    @override
     def add(self, timed: TimedRound, clock_s: float) -> None:
         rows = timed.outcome.rows
         for row in rows:

@@ -149,7 +149,7 @@ def test_follow_and_walk_take_the_path_of_a_plain_loop(seed: int) -> None:
     children = tree.children().tolist()
     for b in range(4):
 
-        def descend(take, b: int = b) -> list[int]:  # type: ignore[no-untyped-def]
+        def descend(take, b: int = b) -> list[int]:
             path = [0]
             while (found := [c for c in children[b][path[-1]] if c >= 0 and take(path[-1], c)]) and found:
                 path.append(found[0])
