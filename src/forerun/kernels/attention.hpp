@@ -161,14 +161,6 @@ struct FloatBlocks {
   static void restore_order(float*, int64_t) {}  // of the numbers in sums
 };
 
-// Calls `f` with `count`, from 1 to MOST, as a constant.
-template <int MOST, typename F>
-FORERUN_INLINE void with_constant(int64_t count, F f) {
-  if constexpr (MOST > 1)
-    if (count < MOST) return with_constant<MOST - 1>(count, f);
-  f(std::integral_constant<int, MOST>());
-}
-
 // Queries that share a key head, in ascending positions; `window` 0: all keys. `scores` is the thread's scratch memory.
 // Blocks are 16 keys or values in the form in which they are multiplied.
 template <typename Blocks, typename T>

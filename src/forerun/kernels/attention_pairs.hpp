@@ -1,8 +1,8 @@
 // The attention of attention.hpp for bfloat16 caches on processors that multiply pairs of bfloat16 fast: AMD's.
 //
-// Keys are transposed, as in attention_lanes.hpp; values of two keys are interleaved. Queries and weights are rounded to
-// bfloat16, as in torch's attention. Pairs of keys begin at even keys, and a key that a query sees without its neighbour
-// is paired with a zero: so the bits of a query do not depend on other queries here either.
+// Keys are transposed, as in attention_lanes.hpp; values of two keys are interleaved. Queries and weights are rounded
+// to bfloat16, as in torch's attention. Pairs of keys begin at even keys, and a key that a query sees without its
+// neighbour is paired with a zero: so the bits of a query do not depend on other queries here either.
 #pragma once
 #include "attention_lanes.hpp"
 

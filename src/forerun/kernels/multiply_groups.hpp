@@ -139,16 +139,7 @@ inline void each_eight(const Linear& l, int64_t panel, int64_t end_panel, int64_
 // Multiplies any number of rows by some panels.
 inline void multiply_groups(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
   const auto one = [&](int64_t c, int64_t row, int64_t count, int64_t first, int64_t end) {
-    switch (count) {
-      case 1: multiply_eight<1>(l, c, rows, row, first, end, out); break;
-      case 2: multiply_eight<2>(l, c, rows, row, first, end, out); break;
-      case 3: multiply_eight<3>(l, c, rows, row, first, end, out); break;
-      case 4: multiply_eight<4>(l, c, rows, row, first, end, out); break;
-      case 5: multiply_eight<5>(l, c, rows, row, first, end, out); break;
-      case 6: multiply_eight<6>(l, c, rows, row, first, end, out); break;
-      case 7: multiply_eight<7>(l, c, rows, row, first, end, out); break;
-      case 8: multiply_eight<8>(l, c, rows, row, first, end, out); break;
-    }
+    with_constant<EIGHT>(count, [&](auto R) { multiply_eight<R>(l, c, rows, row, first, end, out); });
   };
   each_eight(l, panel, end_panel, num_rows, STRETCH_BLOCKS, one);
 }

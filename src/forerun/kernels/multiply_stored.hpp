@@ -49,96 +49,93 @@ FORERUN_INLINE FloatRegister stored_scale(const char* line, int part, bool wide)
   return widened_register(reinterpret_cast<const float16*>(line) + part * (LANES / PARTS));
 }
 
-// Adds one group of R rows to their sums. `x` are the first row's numbers; the other pointers are what follows these.
-template <int BITS, int SIZE, int R>
-FORERUN_INLINE void add_stored(const Groups& g, const char* scales, const char* lines, const char* x, const char* scale,
-                               const char* total, const char* start, int64_t stride, float (*sums)[LANES]) {
+// Where the parts of a prepared row begin that belong to a group, in bytes from the row.
+struct GroupPlace {
+  int64_t numbers, scale, total, start;
+};
+
+// Adds one group of R rows to their sums.
+template <int BITS, int SIZE, int R, bool LEAST>
+FORERUN_INLINE void add_stored(const Groups& g, const char* scales, const char* lines, const char* const* rows, GroupPlace at,
+                               FloatRegister (*sums)[PARTS]) {
   constexpr int NUMBER = BITS == 8 && WORDS ? 2 : 1;
   IntRegister group[R][PARTS];
   for (int r = 0; r < R; r++)
-    for (int part = 0; part < PARTS; part++) group[r][part] = number_at<int32_t>(start + r * stride) - IntRegister{};
+    for (int part = 0; part < PARTS; part++) group[r][part] = number_at<int32_t>(rows[r] + at.start) - IntRegister{};
 #pragma GCC unroll 8
   for (int i = 0; i < SIZE; i += 4)
     for (int part = 0; part < PARTS; part++) {
       const auto weights = stored_weights<BITS>(lines, i, part);
       for (int r = 0; r < R; r++) {
-        group[r][part] = add_inputs<BITS>(group[r][part], weights, x + r * stride + i * NUMBER);
+        group[r][part] = add_inputs<BITS>(group[r][part], weights, rows[r] + at.numbers + i * NUMBER);
         in_register(group[r][part]);
       }
     }
   for (int part = 0; part < PARTS; part++) {
     const FloatRegister weight_scale = stored_scale(scales, part, g.wide);
-    const FloatRegister least = g.has_least ? stored_scale(scales + g.line_bytes(), part, g.wide) : FloatRegister{};
+    const FloatRegister least = LEAST ? stored_scale(scales + g.line_bytes(), part, g.wide) : FloatRegister{};
     for (int r = 0; r < R; r++) {
-      const float row_scale = number_at<float>(scale + r * stride);
+      const float row_scale = number_at<float>(rows[r] + at.scale);
       const IntRegister whole = BITS == 4 ? whole_sums(group[r][part]) : group[r][part];
-      FloatRegisterAnywhere* const sum = reinterpret_cast<FloatRegisterAnywhere*>(sums[r]) + part;
-      *sum = *sum + __builtin_convertvector(whole, FloatRegister) * (weight_scale * row_scale);
-      if (g.has_least) *sum = *sum + least * number_at<float>(total + r * stride);
+      FloatRegister& sum = sums[r][part];
+      sum = sum + __builtin_convertvector(whole, FloatRegister) * (weight_scale * row_scale);
+      if constexpr (LEAST) sum = sum + least * number_at<float>(rows[r] + at.total);
     }
   }
 }
 
 // R rows times a panel, over a range of blocks of its inputs.
-template <int BITS, int SIZE, int R>
+template <int BITS, int SIZE, int R, bool LEAST>
 __attribute__((noinline)) void multiply_stored_eight(const Linear& l, int64_t column, Rows rows, int64_t row, int64_t first,
                                                      int64_t end, Out out) {
   constexpr int FIRST = R <= AT_ONCE ? R : (R + 1) / 2, NUMBER = BITS == 8 && WORDS ? 2 : 1;
-  alignas(64) float sums[R][LANES] = {};
+  FloatRegister sums[R][PARTS] = {};
   const Groups groups = l.groups;
-  const int64_t stride = l.row_bytes(), bytes = groups.block_bytes(), ahead = panel_ahead_bytes(R);
-  const int64_t scale_bytes = (1 + groups.has_least) * groups.line_bytes(), lines_at = (1 + groups.has_least) * groups.scale_bytes();
+  const int64_t bytes = groups.block_bytes(), ahead = panel_ahead_bytes(R);
+  const int64_t scale_bytes = (1 + LEAST) * groups.line_bytes(), lines_at = (1 + LEAST) * groups.scale_bytes();
   const auto place = [&](int r) { return out.at(row + r, column); };
   if (first)
     for (int r = 0; r < R; r++) memcpy(sums[r], place(r), sizeof sums[r]);
   const char* block = l.panel(column) + first * bytes;
-  const char* const numbers = rows.data + row * stride;
-  const char* const scales = numbers + l.depth * NUMBER;
-  const char* const totals = scales + l.depth / GROUP * 4;
-  const char* const starts = totals + l.depth / SIZE * 4;
+  const char* at[R];
+  for (int r = 0; r < R; r++) at[r] = rows.data + (row + r) * l.row_bytes();
+  const int64_t scales = l.depth * NUMBER, totals = scales + l.depth / GROUP * 4, starts = totals + l.depth / SIZE * 4;
   for (int64_t b = first; b < end; b++, block += bytes) {
     for (int64_t i = 0; i < bytes && ahead; i += 64) fetch(block + ahead + i);
     for (int g = 0; g < WIDTH / SIZE; g++) {
       const int64_t input = b * WIDTH + g * SIZE;
-      const char *own = block + g * scale_bytes, *lines = block + lines_at + g * SIZE * LANES * BITS / 8;
-      const char *x = numbers + input * NUMBER, *scale = scales + input / GROUP * 4;
-      const char *total = totals + input / SIZE * 4, *start = starts + input / SIZE * 4;
-      add_stored<BITS, SIZE, FIRST>(groups, own, lines, x, scale, total, start, stride, sums);
-      if constexpr (R > FIRST) {
-        x += FIRST * stride;
-        asm volatile("" : "+r"(x));
-        add_stored<BITS, SIZE, R - FIRST>(groups, own, lines, x, scale + FIRST * stride, total + FIRST * stride,
-                                          start + FIRST * stride, stride, sums + FIRST);
-      }
+      const char *group_scales = block + g * scale_bytes, *lines = block + lines_at + g * SIZE * LANES * BITS / 8;
+      const GroupPlace group{input * NUMBER, scales + input / GROUP * 4, totals + input / SIZE * 4, starts + input / SIZE * 4};
+      add_stored<BITS, SIZE, FIRST, LEAST>(groups, group_scales, lines, at, group, sums);
+      if constexpr (R > FIRST)
+        add_stored<BITS, SIZE, R - FIRST, LEAST>(groups, group_scales, lines, at + FIRST, group, sums + FIRST);
     }
   }
-  for (int r = 0; r < R; r++)
-    if (end < l.num_blocks()) memcpy(place(r), sums[r], sizeof sums[r]);
-    else store(place(r), load(sums[r]) + load(l.bias + column));
+  for (int r = 0; r < R; r++) {
+    memcpy(place(r), sums[r], sizeof sums[r]);
+    if (end == l.num_blocks()) store(place(r), load(place(r)) + load(l.bias + column));
+  }
 }
 
-template <int BITS, int SIZE>
+template <int BITS, int SIZE, bool LEAST>
 void multiply_stored_rows(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
   const auto one = [&](int64_t c, int64_t row, int64_t count, int64_t first, int64_t end) {
-    switch (count) {
-      case 1: multiply_stored_eight<BITS, SIZE, 1>(l, c, rows, row, first, end, out); break;
-      case 2: multiply_stored_eight<BITS, SIZE, 2>(l, c, rows, row, first, end, out); break;
-      case 3: multiply_stored_eight<BITS, SIZE, 3>(l, c, rows, row, first, end, out); break;
-      case 4: multiply_stored_eight<BITS, SIZE, 4>(l, c, rows, row, first, end, out); break;
-      case 5: multiply_stored_eight<BITS, SIZE, 5>(l, c, rows, row, first, end, out); break;
-      case 6: multiply_stored_eight<BITS, SIZE, 6>(l, c, rows, row, first, end, out); break;
-      case 7: multiply_stored_eight<BITS, SIZE, 7>(l, c, rows, row, first, end, out); break;
-      case 8: multiply_stored_eight<BITS, SIZE, 8>(l, c, rows, row, first, end, out); break;
-    }
+    with_constant<EIGHT>(count, [&](auto R) { multiply_stored_eight<BITS, SIZE, R, LEAST>(l, c, rows, row, first, end, out); });
   };
   each_eight(l, panel, end_panel, num_rows, STRETCH_BLOCKS * 4 / BITS, one);
 }
 
+template <int BITS, int SIZE>
+void multiply_stored_any(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
+  if (l.groups.has_least) multiply_stored_rows<BITS, SIZE, true>(l, panel, end_panel, rows, num_rows, out);
+  else multiply_stored_rows<BITS, SIZE, false>(l, panel, end_panel, rows, num_rows, out);
+}
+
 // Multiplies any number of rows by some panels.
 inline void multiply_stored(const Linear& l, int64_t panel, int64_t end_panel, Rows rows, int64_t num_rows, Out out) {
-  if (l.groups.bits == 4) return multiply_stored_rows<4, 32>(l, panel, end_panel, rows, num_rows, out);
-  if (l.groups.size == 16) return multiply_stored_rows<8, 16>(l, panel, end_panel, rows, num_rows, out);
-  multiply_stored_rows<8, 32>(l, panel, end_panel, rows, num_rows, out);
+  if (l.groups.bits == 4) return multiply_stored_any<4, 32>(l, panel, end_panel, rows, num_rows, out);
+  if (l.groups.size == 16) return multiply_stored_any<8, 16>(l, panel, end_panel, rows, num_rows, out);
+  multiply_stored_any<8, 32>(l, panel, end_panel, rows, num_rows, out);
 }
 
 }  // namespace forerun

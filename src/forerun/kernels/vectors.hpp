@@ -5,6 +5,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -205,6 +206,14 @@ FORERUN_INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
 // Prefetches a line that is read soon into the L1 cache.
 FORERUN_INLINE void fetch_now(const char* line) { __builtin_prefetch(line, 0, 3); }
+
+// Calls `f` with `count`, from 1 to MOST, as a constant.
+template <int MOST, typename F>
+FORERUN_INLINE void with_constant(int64_t count, F f) {
+  if constexpr (MOST > 1)
+    if (count < MOST) return with_constant<MOST - 1>(count, f);
+  f(std::integral_constant<int, MOST>());
+}
 
 inline int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 
