@@ -179,6 +179,8 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     assert "Zebrafish" not in text
     if form == "text":
         assert f"INFO forerun.serve.requests: finished id={answer['id']} endpoint=completions" in text
+        asked = re.compile(r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" (\d+) request_id=".+" duration_s=\d+\.\d{6}')
+        assert [match[1] for match in asked.finditer(text)] == ["200", "200", "400"]
         return
     lines = [json.loads(line) for line in text.splitlines()]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
@@ -190,6 +192,10 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     assert (first["num_samples"], first["num_output_tokens"]) == (2, usage["completion_tokens"])
     assert first["num_drafted"] == usage["speculation"]["num_drafted"]
     assert 0 <= first["queue_s"] <= first["first_token_s"] <= first["total_s"]
+    asked = {line["request_id"]: line for line in lines if line["logger"] == "forerun.serve.access"}
+    assert len(asked) == 3
+    for line in (first, second):  # a stream's line is written at its end too
+        assert asked[line["request_id"]]["duration_s"] >= line["total_s"] - 1e-6, "the whole request, parsing included"
 
 
 def test_without_the_access_log_no_request_is_logged(written: Callable[[], str]) -> None:
@@ -222,6 +228,13 @@ def test_a_warning_of_the_engine_is_one_json_line(written: Callable[[], str]) ->
     logging.getLogger("forerun.engine").warning("slow for %d reasons", 2)
     (line,) = written().splitlines()
     assert json.loads(line)["message"] == "slow for 2 reasons"
+
+
+def test_a_warning_of_the_engine_has_a_time_in_text_too(written: Callable[[], str]) -> None:
+    show_warnings()
+    log_to_stderr("text", access=False)
+    logging.getLogger("forerun.engine").warning("slow for %d reasons", 2)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+ WARNING forerun\.engine: slow for 2 reasons\n", written())
 
 
 def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
@@ -43,14 +44,18 @@ class Envelope:
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request. Its id is stored in the scope's state as `request_id`."""
+        """Handle one request. Its id is stored in the scope's state as `request_id`.
+
+        The access log line is written at the end of the answer, or when the client leaves before that.
+        """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = Headers(raw=scope["headers"])
+        headers, arrived_s = Headers(raw=scope["headers"]), time.perf_counter()
         request_id = next(filter(CLIENT_ID.fullmatch, headers.getlist(ID_HEADER)), None) or new_id()
         scope.setdefault("state", {})["request_id"] = request_id
         app: ASGIApp = self.app
+        status: int | None = None  # until the answer has begun
         closes = "expect" in headers  # after a refusal, such a client may send either the body or the next request
         try:
             with values_in_json():
@@ -61,15 +66,19 @@ class Envelope:
             closes = closes or problem.status != 403
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 more = [CLOSE] if closes and status >= 400 else []
                 message["headers"] = [*message["headers"], *id_headers(request_id), *more]
                 self.metrics.answered.labels(str(status)).inc()
-                log_access(scope, status, request_id)
             await send(message)
 
-        await app(scope, receive, send_with_headers)
+        try:
+            await app(scope, receive, send_with_headers)
+        finally:
+            if status is not None:
+                log_access(scope, status, request_id, time.perf_counter() - arrived_s)
 
 
 def check_framing(scope: Scope, headers: Headers) -> None:
@@ -85,14 +94,15 @@ def check_framing(scope: Scope, headers: Headers) -> None:
         raise ApiError(400, message, code="invalid_http")
 
 
-def log_access(scope: Scope, status: int, request_id: str) -> None:
-    """Write the access log line of one answer."""
+def log_access(scope: Scope, status: int, request_id: str, duration_s: float) -> None:
+    """Write the access log line of one answer: uvicorn's line, and the other fields after it."""
     client = ":".join(map(str, scope["client"] or ()))
     path = quote(scope["path"]) + (f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else "")
     method, version = scope["method"], scope["http_version"]
-    fields = {"method": method, "path": path, "status": status, "request_id": request_id}
-    line = '%s - "%s %s HTTP/%s" %d request_id=%s'
-    access_log.info(line, client, method, path, version, status, json.dumps(request_id), extra={"fields": fields})
+    fields = {"method": method, "path": path, "status": status, "request_id": request_id, "duration_s": round(duration_s, 6)}
+    line = '%s - "%s %s HTTP/%s" %d request_id=%s duration_s=%.6f'
+    values = (client, method, path, version, status, json.dumps(request_id), duration_s)
+    access_log.info(line, *values, extra={"fields": fields})
 
 
 def id_headers(request_id: str) -> list[tuple[bytes, bytes]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -105,12 +106,21 @@ class JsonLines(logging.Formatter):
         return json.dumps(values)
 
 
+class LogLines(logging.Handler):
+    """Writes to what `sys.stderr` is at the time: a progress bar replaces it, to print lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one log record."""
+        sys.stderr.write(f"{self.format(record)}\n")
+        sys.stderr.flush()
+
+
 def log_to_stderr(form: LogFormat, access: bool) -> None:
     """Log to standard error; with `access` also a line for each request and each response.
 
-    In JSON, so are the warnings of the whole library, in place of the command line's own lines.
+    The warnings of the whole library are lines of this log too, in place of the command line's own lines.
     """
-    handler = logging.StreamHandler()
+    handler = LogLines()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else text)
     for name in (ACCESS, REQUESTS):
@@ -120,8 +130,7 @@ def log_to_stderr(form: LogFormat, access: bool) -> None:
         logger.setLevel(level)
         logger.propagate = False
         logger.addHandler(handler)
-    if form == "json":
-        logging.getLogger("forerun").handlers = [handler]
+    logging.getLogger("forerun").handlers = [handler]
 
 
 def log_start(form: LogFormat, model: str, address: str, fingerprint: str) -> None:
