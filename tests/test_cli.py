@@ -288,7 +288,7 @@ def prompts_of(llm: ScriptedLLM) -> list[str]:
 
 
 def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
-    result = chat("--system", "Be.", lines="hi\n\nand?\n/rset\n/reset\nagain\n/exit\nnever\n")
+    result = chat("--system", "Be.", lines="hi\n\nand?\n/rset\n/help\n/reset\nagain\n/exit\nnever\n")
     assert result.exit_code == 0
     assert prompts_of(talking) == [
         "<system>Be.\n<user>hi\n<assistant>",
@@ -297,6 +297,7 @@ def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
     ]
     assert result.stdout == "Once upon a\n" * 3
     assert "unknown command /rset: /reset clears" in result.stderr
+    assert "\n/reset clears the conversation, /exit quits\n" in result.stderr, "the answer to /help"
     assert "tokens/s" in result.stderr
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
     for word in ("/quit", "/bye"):

@@ -86,8 +86,12 @@ def test_full_disks_and_readers_that_go_away_leave_no_traceback() -> None:
     assert gone.stderr == ""
     slow = forerun("forerun bench --help | (exec <&-; sleep 0.1); exit ${PIPESTATUS[0]}")
     assert (slow.returncode, slow.stderr) == (READER_GONE, "")
-    closed = forerun("forerun --version >&- 2>&-")
-    assert closed.returncode == 0
+    closed = forerun("forerun --version >&-")
+    assert closed.returncode == MISTAKE, "the answer is lost"
+    assert closed.stderr == "error: standard output cannot be written: Bad file descriptor\n"
+    silent = forerun("forerun --version 2>&-")
+    assert (silent.returncode, silent.stdout) == (0, forerun("forerun --version").stdout)
+    assert forerun("forerun --version >&- 2>&-").returncode == MISTAKE
 
 
 @pytest.mark.short("generate")

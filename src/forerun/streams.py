@@ -100,7 +100,7 @@ def guard_streams() -> None:
     if sys.stdin is None:
         sys.stdin = io.StringIO()  # a closed stream reads as an empty one
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Nowhere()  # a process may be started without streams
+        stream = getattr(sys, name) or (Closed() if name == "stdout" else Nowhere())  # the process has no such stream
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # writes "?" for a character that the terminal's encoding lacks
         setattr(sys, name, Guarded(stream))
@@ -122,6 +122,14 @@ class Nowhere(io.TextIOBase):
     def write(self, text: str) -> int:
         """Discard the text."""
         return len(text)
+
+
+class Closed(Nowhere):
+    """A text stream that cannot be written."""
+
+    def write(self, text: str) -> int:
+        """Raise the system's error for a file that is not open."""
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
 class Guarded:

@@ -5,13 +5,16 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from forerun.config import Speculation
 from forerun.draft.auto import DrafterRecord, records_of
 from forerun.draft.spec import DraftSpec
+from forerun.draft.text.ngram_table import FILE
+from forerun.draft.text.suffix import files_of
 from forerun.errors import ModelNotFound
 from forerun.llm import LLM
-from forerun.models.bundled import BUNDLED_HEADS, FOLDER
+from forerun.models.bundled import BUNDLED_HEADS, BUNDLED_TABLES, FOLDER, bundled_name
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 
@@ -65,6 +68,23 @@ def test_every_bundled_head_has_a_record_and_a_card() -> None:
         assert f"forerun train {record.drafter} " in card
         assert f"| {record.tokens_per_round[-1]:.2f} |" in card
         assert json.loads((folder / "config.json").read_text("utf-8"))
+
+
+def test_what_is_bundled_has_its_short_name_unless_a_file_here_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Blueprint.of("stdlib")
+    names = {record.spec(folder).argument for folder, record in records_of(target)}
+    assert {"2:stdlib-early-exit", "stdlib-block", "stdlib-draft"} <= names
+    monkeypatch.chdir(tmp_path)
+    for name, folder in BUNDLED_TABLES.items():
+        assert bundled_name(folder) == name
+        with safe_open(folder / FILE, framework="np") as file:
+            vocabulary = file.metadata()["vocabulary"]
+        past, table = files_of(DraftSpec("suffix", argument=name), lambda vocabulary=vocabulary: vocabulary)
+        assert (past, table is None) == (None, False)
+        (tmp_path / name).touch()
+        assert bundled_name(folder) == str(folder)
 
 
 def test_the_message_for_a_misspelt_head_suggests_the_right_name() -> None:

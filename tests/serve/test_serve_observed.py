@@ -179,8 +179,8 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     assert "Zebrafish" not in text
     if form == "text":
         assert f"INFO forerun.serve.requests: finished id={answer['id']} endpoint=completions" in text
-        asked = re.compile(r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" (\d+) request_id=".+" duration_s=\d+\.\d{6}')
-        assert [match[1] for match in asked.finditer(text)] == ["200", "200", "400"]
+        line = r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" (\d+) request_id=".+" duration_s=\d+\.\d{6}\n'
+        assert re.findall(line, text) == ["200", "200", "400"]
         return
     lines = [json.loads(line) for line in text.splitlines()]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)

@@ -55,7 +55,8 @@ def chat(
             messages = beginning
             errors.print("the conversation is cleared", style="dim", highlight=False)
         elif re.fullmatch("/[a-z]+", line):
-            errors.print(f"unknown command {line}: /reset clears the conversation, /exit quits", highlight=False)
+            unknown = "" if line == "/help" else f"unknown command {line}: "
+            errors.print(f"{unknown}/reset clears the conversation, /exit quits", highlight=False)
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:

@@ -22,6 +22,7 @@ from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.fields import Fields, read_fields
 from forerun.models.bundled import FOLDER as SHIPPED
+from forerun.models.bundled import bundled_name
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import find_modules
 from forerun.models.projections import layer_tensors
@@ -87,7 +88,7 @@ class DrafterRecord:
 
     def spec(self, folder: Path) -> DraftSpec:
         """The specification of the drafter alone, whose weights are in this folder."""
-        return DraftSpec(self.drafter, argument=f"{self.argument}{folder}")
+        return DraftSpec(self.drafter, argument=f"{self.argument}{bundled_name(folder)}")
 
     def best_spec(self, folder: Path) -> DraftSpec:
         """The specification of the drafter in a mix with `mixed_with`, if that is set."""

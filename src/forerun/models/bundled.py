@@ -1,4 +1,4 @@
-"""The checkpoints inside the package, by short name: models, and trained heads for the bundled target."""
+"""The checkpoints inside the package, by short name: models, trained heads for the bundled target, and n-grams."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ BUNDLED_DRAFTS = {  # the drafter specification of each bundled checkpoint
     **{name: f"{name.removeprefix('stdlib-')}:{name}" for name in BUNDLED_HEADS},
     "stdlib-early-exit": "early-exit:2:stdlib-early-exit",
 }
+BUNDLED_TABLES = {"smollm2-ngrams": FOLDER / "smollm2" / "ngrams"}  # of n-grams, as in `suffix:smollm2-ngrams`
 TARGET, DRAFT = "stdlib", "stdlib-draft"  # the default models of commands
 BUNDLED_NAMES = ", ".join(BUNDLED)
 BUNDLED_HEAD_NAMES = ", ".join(BUNDLED_HEADS)
+
+
+def bundled_name(folder: Path) -> str:
+    """The short name of a bundled folder, unless a file here has that name; otherwise the path itself."""
+    for name, bundled in {**BUNDLED, **BUNDLED_HEADS, **BUNDLED_TABLES}.items():
+        if folder == bundled and not Path(name).exists():
+            return name
+    return str(folder)

@@ -192,7 +192,8 @@ class Matchers:
         try:
             import llguidance
         except ImportError as error:
-            raise MissingPackage("grammar: it needs the package llguidance: pip install 'forerun[grammar]'") from error
+            reason = "structured output needs the package llguidance: pip install 'forerun[grammar]'"
+            raise MissingPackage(reason) from error
         return llguidance
 
     @cached_property

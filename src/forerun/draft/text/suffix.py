@@ -26,6 +26,7 @@ from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram_table import ORDER, NgramTable
 from forerun.draft.text.suffix_past import MAX_BYTES, PastAnswers, PastCursor, PastFile, usable_path
 from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
+from forerun.models.bundled import BUNDLED_TABLES
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, HostTree, survival_of
@@ -253,7 +254,7 @@ def shortened(chain: HostTree, budget: Budget) -> HostTree:
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
     """`suffix[:FILE|DIR]`: contexts of the text and of past answers. FILE stores past answers; the first creates it.
 
-    With a folder DIR past answers are not stored, and its table of n-grams is used too.
+    With a folder DIR, or the name of a bundled one, past answers are not stored, and its table of n-grams is used too.
     """
     file, table = files_of(spec, context.tokenizer.fingerprint)
     name = context.unused(PAST)
@@ -271,5 +272,6 @@ def files_of(spec: DraftSpec, vocabulary: Callable[[], str]) -> tuple[PastFile |
         return None, None
     with usable_path(spec.argument):
         path = Path(spec.argument).expanduser()
+        path = path if path.exists() else BUNDLED_TABLES.get(spec.argument, path)
         is_table = path.is_dir()
     return (None, NgramTable.read(path, vocabulary())) if is_table else (PastFile(path, vocabulary()), None)
