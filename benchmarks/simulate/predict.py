@@ -133,10 +133,10 @@ class Setting:
         for number, each in enumerate(shapes):
             budget = Budget(len(each.survival), each.width, each.nodes, number)
             options[number] = DraftOption(budget, frozenset([number]), each.survival, each.survival, {number: 0}, free)
-        best = max(controller.weighing.plans([options] * batch), key=lambda planned: planned.value(0.0))
+        best = max(controller.search.plans([options] * batch), key=lambda planned: planned.value(0.0))
         drafted = [(each.depth, each.option.num_nodes(each.depth)) for each in best.choice if each is not None]
         depth, num_drafted = (sum(numbers) / batch for numbers in zip(*drafted, strict=True)) if drafted else (0.0, 0.0)
-        plain = batch / controller.costs.expect(controller.weighing.kind(batch), batch)
+        plain = batch / controller.costs.expect(controller.search.kind(batch), batch)
         tokens, speed = tokens_of(best.choice) / batch, best.tokens_per_s
         return Prediction(plain, depth, num_drafted, tokens, speed, speed / plain)
 
@@ -156,7 +156,7 @@ def saved_prediction(controller: MeasuredDepth, batch: int) -> dict[str, Any]:
     assert best is not None, "saved costs are not empty"
     record = controller.drafters.all[controller.drafters.names.index(best.drafter)]
     tokens = 1 + record.covered * (expected_tokens(record.evidence.rates(), best.depth) - 1)
-    plain = batch / controller.costs.expect(controller.weighing.kind(batch), batch)
+    plain = batch / controller.costs.expect(controller.search.kind(batch), batch)
     gain, depth = best.gain if best.depth else 1.0, float(best.depth)
     predicted = Prediction(plain, depth, depth, tokens, plain * gain, gain)
     return {"draft": best.drafter, "batch": batch, **asdict(predicted)}

@@ -116,8 +116,8 @@ def test_a_drafter_that_overestimates_rejected_tokens_slows_rounds_by_at_most_3_
 
 def test_a_rule_without_measurements_drafts_all_estimated_tokens() -> None:
     """Draft tokens count as free then, so the length of the drafter's estimate decides the depth."""
-    weighing = MeasuredDepth(load=Load([0], [AUTO_SPECULATION], [AMPLE], 0)).weighing
-    rule = weighing.rule(MeasuredDrafter(), AUTO_DEPTH)
+    search = MeasuredDepth(load=Load([0], [AUTO_SPECULATION], [AMPLE], 0)).search
+    rule = search.rule(MeasuredDrafter(), AUTO_DEPTH)
     assert (rule.depth([]), rule.depth([0.5, 0.4])) == (0, 2)
     assert 0 < rule.min_survival < 0.4
 

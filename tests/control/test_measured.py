@@ -93,12 +93,12 @@ def test_no_draft_whose_survival_is_at_most_the_least_survival_is_faster_than_pl
         controller.costs.record(Kind.of(num_rows), size, each_s)
     controller.drafters.all[0].time(4, [0] * num_rows, step_s)
     controller.load = Load(range(num_rows), [AUTO_SPECULATION] * num_rows, [AMPLE] * num_rows, 0)
-    least = controller.weighing.least_survival()
+    least = controller.search.least_survival()
     assert 0 <= least <= 1
     rates = data.draw(st.lists(RATES, min_size=num_rows, max_size=num_rows))
     survival = [[least * each for each in itertools.accumulate(row, operator.mul)] for row in rates]
     outlook = Outlook([0] * num_rows, [AMPLE] * num_rows, lambda i, _least: survival[i])
-    plain, *others = controller.weighing.plans(controller.options(controller.load, outlook))
+    plain, *others = controller.search.plans(controller.options(controller.load, outlook))
     assert least == 0 or all(other.tokens_per_s <= plain.tokens_per_s * (1 + 1e-9) for other in others)
 
 
@@ -153,7 +153,7 @@ def test_no_choice_is_expected_to_be_more_than_4_percent_faster(seed: int) -> No
     outlook, speculation = outlook_of([[most] * batch] * num, rates), Speculation(most, auto=True)
     budgets = budgets_of(controller, [speculation] * batch, outlook)
     rows = [controller.drafters.options(row, row, speculation, AMPLE, outlook) for row in range(batch)]
-    drafts_of = controller.weighing.drafts_of
+    drafts_of = controller.search.drafts_of
 
     def tokens_per_s(choice: Choice) -> float:
         return drafts_of(choice).tokens_per_s()
@@ -356,9 +356,9 @@ def test_expected_acceptance_of_a_sequence_follows_its_own_rounds() -> None:
         record.acceptance.count([(row.offered, row.accepted) for row, _ in rows])
         for row, _ in rows:
             record.by_row.setdefault(row.seq_id, type(record.acceptance)()).count([(row.offered, row.accepted)])
-    assert record.chances(0, 4)[0] < 0.4
-    assert record.chances(1, 4)[0] > 0.85
-    assert 0.6 < record.chances(99, 4)[0] < 0.9
+    assert record.survival(0, 4)[0] < 0.4
+    assert record.survival(1, 4)[0] > 0.85
+    assert 0.6 < record.survival(99, 4)[0] < 0.9
 
 
 def test_a_request_that_names_a_drafter_is_drafted_by_no_other() -> None:

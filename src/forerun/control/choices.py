@@ -179,7 +179,7 @@ class TakenPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighing:
+class ChoiceSearch:
     """Finds the best choices for a round of this load, from measured costs and acceptance.
 
     The time of prompts in the same pass is left out, except that draft tokens cost more next to them.

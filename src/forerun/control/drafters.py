@@ -174,7 +174,7 @@ class MeasuredDrafter:
         """The recent counts, or those of a calibration while these are more."""
         return max(self.sampled, self.acceptance, key=lambda counts: sum(counts.offered) / counts.unit)
 
-    def chances(self, seq_id: int, depth: int) -> Sequence[float]:
+    def survival(self, seq_id: int, depth: int) -> Sequence[float]:
         """The expected survival by depth, from earlier acceptance, above all in the same sequence."""
         rates = self.acceptance.rates()
         in_text = self.by_row.get(seq_id)
@@ -187,7 +187,7 @@ class MeasuredDrafter:
         """The option to draft a sequence by this drafter; `estimate` is its own survival by depth, if it has one."""
         members, depth = frozenset([budget.drafter]), budget.depth
         if estimate is None:
-            survival = self.chances(seq_id, depth)
+            survival = self.survival(seq_id, depth)
             return DraftOption(budget, members, survival, survival, num_unread, free, made)
         survival = [min(1.0, self.trust * chance) for chance in estimate[:depth]]
         return DraftOption(budget, members, survival, estimate[:depth], num_unread, free, made, estimated=True)
@@ -296,7 +296,7 @@ class MeasuredDrafters:
             trust = max(1.0, learned.trust)
             survival = [min(1.0, trust * chance) for chance in predicted]
         else:
-            survival = list(map(max, learned.chances(seq_id, len(predicted)), predicted))
+            survival = list(map(max, learned.survival(seq_id, len(predicted)), predicted))
         return DraftOption(
             budget=replace(furthest.budget, min_survival=0.0).merged(len(self.all) - 1),
             members=frozenset[int]().union(*(option.members for option in options)),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH
-from forerun.control.choices import Choice, Options, Planned, TakenPlan, Weighing, fallbacks, tokens_of
+from forerun.control.choices import Choice, Options, Planned, TakenPlan, ChoiceSearch, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.costs import CHANGED, LONG, CostTable
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
@@ -52,9 +52,9 @@ class MeasuredDepth:
     survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # by sequence: of the nodes it was drafted
 
     @property
-    def weighing(self) -> Weighing:
+    def search(self) -> ChoiceSearch:
         """Evaluates choices for the last round's load."""
-        return Weighing(self.costs, self.drafters, self.load)
+        return ChoiceSearch(self.costs, self.drafters, self.load)
 
     def skips(self, load: Load) -> bool:
         """Whether no request wants drafts, or drafting is paused and the last plan still holds."""
@@ -86,7 +86,7 @@ class MeasuredDepth:
             return fitting(load.seq_ids, self.ruled(load, outlook) if self.taken.rule else self.taken.fallbacks, spare)
         self.load = load
         due = any(record.retry.due for record in self.drafters.all)
-        least = 0.0 if due or len(load.seq_ids) == 1 else self.weighing.least_survival()
+        least = 0.0 if due or len(load.seq_ids) == 1 else self.search.least_survival()
         rows = self.options(load, outlook, least)
         planned = self.plan(rows)
         free = any(option.free for row in rows for option in row.values()) or (least > 0 and bool(self.possible))
@@ -96,7 +96,7 @@ class MeasuredDepth:
         num_held = 0 if lasting or self.advice.off else HOLD
         budgets = self.take(rows, planned.choice, spare, planned.tokens_per_s, num_held)
         if self.trials.tried is None and follows_rule(load, outlook):
-            self.taken.rule, self.taken.num_held = self.weighing.rule(self.drafters.all[0], AUTO_DEPTH), 0
+            self.taken.rule, self.taken.num_held = self.search.rule(self.drafters.all[0], AUTO_DEPTH), 0
         return budgets
 
     def ruled(self, load: Load, outlook: Outlook) -> Sequence[Sequence[Budget]]:
@@ -212,19 +212,19 @@ class MeasuredDepth:
 
     def plan(self, rows: Sequence[Options]) -> Planned:
         """The best plan for the rows, or the plan of a trial if one is due."""
-        scatter, weighing = self.costs.level.scatter, self.weighing
-        best = max(weighing.plans(rows), key=lambda planned: planned.value(scatter))
+        scatter, search = self.costs.level.scatter, self.search
+        best = max(search.plans(rows), key=lambda planned: planned.value(scatter))
         self.trials.tried = self.trial(rows, best)
         if self.trials.tried is not None:
             choice = self.on_trial(best.choice, rows, self.trials.tried)
-            lost = best.tokens_per_s * weighing.drafts_of(choice).whole_s() - tokens_of(choice)
+            lost = best.tokens_per_s * search.drafts_of(choice).whole_s() - tokens_of(choice)
             cost = lost / tokens_of(best.choice)
             self.trials.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
             # The minimum survival of a chain drafted alone follows from the speed, and from the time of a draft token.
-            token_s = weighing.drafts_of(best.choice).token_s()
+            token_s = search.drafts_of(best.choice).token_s()
             self.drafters.all[assigned.option.budget.drafter].cut_off.aim(best.tokens_per_s, token_s)
         return best
 
@@ -263,11 +263,11 @@ class MeasuredDepth:
 
     def in_time(self, best: Choice, others: Mapping[int, Assignment]) -> Choice:
         """The best choice with the first of these assignments, and as many more as the limit LONGER allows."""
-        choice, weighing = list(best), self.weighing
-        longest_s = LONGER * weighing.drafts_of(best).whole_s()
+        choice, search = list(best), self.search
+        longest_s = LONGER * search.drafts_of(best).whole_s()
         for number, (row, other) in enumerate(others.items()):
             before, choice[row] = choice[row], other
-            if number and weighing.drafts_of(choice).whole_s() > longest_s:
+            if number and search.drafts_of(choice).whole_s() > longest_s:
                 choice[row] = before
                 break
         return choice
@@ -286,7 +286,7 @@ class MeasuredDepth:
 
     def plain_s(self, num_rows: int) -> float | None:
         """Expected seconds of the last round without drafts, for `num_rows` rows; None without measurements."""
-        return self.costs.expect(self.weighing.kind(num_rows), num_rows) if self.costs.kinds else None
+        return self.costs.expect(self.search.kind(num_rows), num_rows) if self.costs.kinds else None
 
     def drafted(self, outcome: Outcome) -> Sequence[tuple[RowOutcome, Assignment]]:
         """The rows that were drafted as the plan says; drafts for which no cache slots were free were not made."""
@@ -336,10 +336,10 @@ class MeasuredDepth:
         if outcome.num_prompt_tokens:
             if num_rows and self.costs.kinds:
                 num_tokens += outcome.num_prompt_tokens
-                self.costs.record_reading(self.weighing.kind(num_rows), num_rows, num_tokens, taken_s)
+                self.costs.record_reading(self.search.kind(num_rows), num_rows, num_tokens, taken_s)
             return False
         before = self.costs.level.num_jumps
-        surprise = self.costs.record(self.weighing.kind(num_rows, options), num_tokens, taken_s)
+        surprise = self.costs.record(self.search.kind(num_rows, options), num_tokens, taken_s)
         if surprise > CHANGED:
             self.taken.num_held = HOLD
         if self.costs.level.num_jumps != before:

@@ -96,7 +96,7 @@ class Script:
                 steps = [(each.option, each.depth) for _, each in drafted]
                 self.controller.drafters.time(steps, outcome, self.controller.planning_s)
             return
-        key = self.controller.weighing.kind(len(outcome.rows), options), outcome.num_tokens
+        key = self.controller.search.kind(len(outcome.rows), options), outcome.num_tokens
         fastest = self.rounds.get(key)
         if fastest is None or outcome.round_s < fastest[1].round_s:
             self.rounds[key] = drafted, outcome
