@@ -119,14 +119,13 @@ def tokens_of(choice: Choice) -> float:
     return float(len(choice)) + sum(each.gain for each in choice if each is not None)
 
 
-def best_of(options: Options, among: Set[int], merging: bool) -> DraftOption | None:
+def best_of(options: Options, among: Set[int]) -> DraftOption | None:
     """The option with the highest gain that needs only the members `among`; None if there is none.
 
     A row whose request fixes the depth has an option for any set of members.
     """
-    possible = [option for option in options.values() if merging or len(option.members) == 1]
-    inside = [option for option in possible if option.members <= among]
-    forced = [option for option in possible or options.values() if not option.free]
+    inside = [option for option in options.values() if option.members <= among]
+    forced = [option for option in options.values() if not option.free]
     return max(inside or forced, key=lambda option: option.gain, default=None)
 
 
@@ -134,10 +133,9 @@ def fallbacks(assigned: Assignment | None, options: Options) -> list[Budget]:
     """The chosen budget; after a merged one, which needs the most cache slots, that of its best member."""
     if assigned is None:
         return [NO_DRAFT]
-    members = assigned.option.members
-    single = best_of(options, members, merging=False) if len(members) > 1 else None
-    smaller = [Assignment(single, min(assigned.depth, single.budget.depth))] if single else []
-    return [each.budget for each in (assigned, *smaller)]
+    members = [option for option in options.values() if option.members < assigned.option.members]
+    best = sorted(members, key=lambda option: option.gain)[-1:]
+    return [assigned.budget, *(Assignment(option, min(assigned.depth, option.budget.depth)).budget for option in best)]
 
 
 @dataclass(frozen=True)
@@ -190,16 +188,15 @@ class ChoiceSearch:
     load: Load
 
     def plans(self, rows: Sequence[Options]) -> Iterator[Planned]:
-        """The best plans without drafting, with each member alone, and with all members, merged or not."""
+        """The best plans without drafting, with each member alone, and with all members, merged."""
         members = sorted({member for options in rows for option in options.values() for member in option.members})
         looked_at = set[tuple[int, ...]]()
         for among in (set[int](), *({member} for member in members), set(members)):
-            for merging in (False, True) if len(among) > 1 else (False,):
-                chosen = [best_of(options, among, merging) for options in rows]
-                key = tuple(map(id, chosen))
-                if key not in looked_at:
-                    looked_at.add(key)
-                    yield self.deepest(chosen)
+            chosen = [best_of(options, among) for options in rows]
+            key = tuple(map(id, chosen))
+            if key not in looked_at:
+                looked_at.add(key)
+                yield self.deepest(chosen)
 
     def deepest(self, chosen: Sequence[DraftOption | None]) -> Planned:
         """The best depths of rows with these options: draft tokens are added one by one, the likeliest first.

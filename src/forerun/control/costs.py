@@ -39,10 +39,10 @@ class Level:
 
     def record(self, surprise: float) -> bool:
         """Learn from a round's time over its expected time (`surprise`). Returns whether the level changes."""
-        self.recent = [*self.recent[1 - CLEAR :], surprise * self.factor]
-        ratios = [each / self.factor for each in self.recent]
-        if len(ratios) == CLEAR and (min(ratios) > CHANGED or max(ratios) < 1 / CHANGED):
-            self.factor = sorted(self.recent)[CLEAR // 2]
+        self.recent = [*self.recent[1 - CLEAR :], surprise]
+        if len(self.recent) == CLEAR and (min(self.recent) > CHANGED or max(self.recent) < 1 / CHANGED):
+            self.factor *= sorted(self.recent)[CLEAR // 2]
+            self.recent = []
             self.num_jumps += 1
             return True
         if 1 / CHANGED <= surprise <= CHANGED:
@@ -105,12 +105,11 @@ class Curve:
         first, last = sizes[0], sizes[-1]
         if size == last:
             return values[-1]
-        steepest = values[0] / first
-        if place == 0:
-            slope = (values[1] - values[0]) / (sizes[1] - first) if len(sizes) > 1 else 0.0 if self.flat else steepest
-            return max(steepest * size, values[0] - slope * (first - size))
         if len(sizes) == 1:
-            return values[0] if self.flat else steepest * size
+            return values[0] if self.flat else values[0] / first * size
+        if place == 0:
+            slope = (values[1] - values[0]) / (sizes[1] - first)
+            return max(values[0] / first * size, values[0] - slope * (first - size))
         half = max(first, last / 2)
         return values[-1] + (values[-1] - self.expect(half)) / (last - half) * (size - last)
 

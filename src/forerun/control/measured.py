@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import AUTO_DEPTH
-from forerun.control.choices import Choice, Options, Planned, TakenPlan, ChoiceSearch, fallbacks, tokens_of
+from forerun.control.choices import Choice, ChoiceSearch, Options, Planned, TakenPlan, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.costs import CHANGED, LONG, CostTable
 from forerun.control.drafters import Assignment, DraftOption, MeasuredDrafters
@@ -46,10 +46,10 @@ class MeasuredDepth:
     trials: Trials = field(default_factory=Trials)
     load: Load = field(default_factory=lambda: Load((), (), (), 0))  # of the last round
     taken: TakenPlan = field(default_factory=TakenPlan)
-    possible: frozenset[int] = frozenset()  # drafters that could draft in the last round
+    can_draft: bool = False  # whether something could be drafted in the last round
     pending: bool = False  # whether the outcome of the last round has not been recorded yet
     has_merged_results: bool = False  # whether the next outlook holds those of merged trees of the last round
-    survival: Mapping[int, Sequence[float]] = field(default_factory=dict)  # by sequence: of the nodes it was drafted
+    survival: Sequence[float] = ()  # of the nodes of the last draft, if it was of a lone row
 
     @property
     def search(self) -> ChoiceSearch:
@@ -89,7 +89,7 @@ class MeasuredDepth:
         least = 0.0 if due or len(load.seq_ids) == 1 else self.search.least_survival()
         rows = self.options(load, outlook, least)
         planned = self.plan(rows)
-        free = any(option.free for row in rows for option in row.values()) or (least > 0 and bool(self.possible))
+        free = any(option.free for row in rows for option in row.values()) or (least > 0 and self.can_draft)
         if self.trials.tried is None and free:
             self.advise(drafting=any(planned.choice))
         lasting = self.trials.tried is None and all(rows)  # a row without an option may have one in the next round
@@ -108,7 +108,7 @@ class MeasuredDepth:
         if limit and outlook.estimate is not None:
             estimate = outlook.estimate(0, min(1.0, rule.min_survival / learned.trust))[:limit]
         depth = rule.depth([min(1.0, learned.trust * chance) for chance in estimate])
-        self.taken.assigned, self.possible = {seq_id: None}, frozenset([0])
+        self.taken.assigned, self.can_draft = {seq_id: None}, True
         self.advise(drafting=depth > 0)
         if depth == 0:
             return [[NO_DRAFT]]
@@ -133,9 +133,8 @@ class MeasuredDepth:
         """The options of all rows whose draft tokens survive with a probability of at least `least`, by estimates."""
         asked = enumerate(zip(load.seq_ids, load.speculations, load.rooms, strict=True))
         rows = [self.drafters.options(i, seq_id, each, room, outlook, least) for i, (seq_id, each, room) in asked]
-        self.possible = frozenset(drafter for options in rows for drafter in options)
-        if least and any(outlook.limit):  # drafters without an option may have one where less survives
-            self.possible = frozenset(range(len(self.drafters.all)))
+        # Drafters without an option may have one where less survives.
+        self.can_draft = any(rows) or (least > 0 and any(outlook.limit))
         self.drafters.cover(rows)
         return rows
 
@@ -206,8 +205,7 @@ class MeasuredDepth:
     def admit(self, draft: Draft, load: Load) -> DraftTree:
         """The whole draft. The estimates in it are kept, to be compared with the outcome."""
         priced = any(each and each.option.budget.min_survival for each in self.taken.assigned.values())
-        survival = draft.survival.tolist() if priced and draft.survival is not None else []
-        self.survival = dict(zip(load.seq_ids, survival, strict=False))
+        self.survival = draft.survival[0].tolist() if priced and draft.survival is not None else ()
         return draft.tree
 
     def plan(self, rows: Sequence[Options]) -> Planned:
@@ -219,7 +217,7 @@ class MeasuredDepth:
             choice = self.on_trial(best.choice, rows, self.trials.tried)
             lost = best.tokens_per_s * search.drafts_of(choice).whole_s() - tokens_of(choice)
             cost = lost / tokens_of(best.choice)
-            self.trials.patience = math.ceil(cost * (1 + len(self.possible)) / TRIAL_SHARE)
+            self.trials.patience = math.ceil(cost * (1 + len(self.drafters.all)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
         assigned = best.choice[0]
         if len(best.choice) == 1 and assigned is not None and assigned.option.budget.min_survival:
@@ -301,9 +299,9 @@ class MeasuredDepth:
         `cheap`: the pass took less than expected.
         """
         self.pending, self.has_merged_results = False, True
-        for drafter in self.possible:
-            self.count(drafter, [each for each in drafted if each[1].option.budget.drafter == drafter])
-        if self.possible:
+        if self.can_draft:
+            for drafter in range(len(self.drafters.all)):
+                self.count(drafter, [each for each in drafted if each[1].option.budget.drafter == drafter])
             self.trials.count(bool(drafted), cheap)
         self.drafters.forget_others(self.taken.assigned.keys())
 
@@ -316,8 +314,8 @@ class MeasuredDepth:
             hopeful = tried and sum(row.accepted for row, _ in drafted) > expected + 1
             learned.count(drafted)
             for row, each in drafted:
-                if each.option.budget.min_survival and row.seq_id in self.survival:
-                    learned.cut_off.learn(self.survival[row.seq_id][1:], row.offered, row.accepted)
+                if each.option.budget.min_survival:
+                    learned.cut_off.learn(self.survival[1:], row.offered, row.accepted)
         learned.retry.count(len(drafted), self.trials.patience if tried else None, hopeful)
         if hopeful and not learned.retry.new:
             learned.retry.wake()
