@@ -94,15 +94,16 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
 def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFacts]:
     """The drafters of a target: `auto`, trained drafters, its own MTP modules, draft models, and text drafters."""
     yield DrafterFacts(AUTO_DRAFT, f"chooses {resolve_auto(DraftSpec(AUTO_DRAFT), target)}")
-    for folder, record in records_of(target):
-        tokens = max(record.tokens_per_round)
-        yield DrafterFacts(str(record.spec(folder)), f"{tokens:.2f} tokens per round when it was trained")
+    trained = {str(record.spec(folder)): max(record.tokens_per_round) for folder, record in records_of(target)}
+    for draft, tokens in trained.items():
+        yield DrafterFacts(draft, f"{tokens:.2f} tokens per round when it was trained")
     if find_modules(target.checkpoint(target.dtype).stored, target.config.layers) is not None:
         yield DrafterFacts("mtp", "modules in its own checkpoint")
     for model in models_here():
         if model.drafts_for(target) and model.tokens() == tokenizer.fingerprint():
-            spec = DraftSpec("model", argument=model.name)
-            yield DrafterFacts(str(spec), f"{model.parameters / 1e6:.1f} M parameters")
+            draft = str(DraftSpec("model", argument=model.name))
+            if draft not in trained:
+                yield DrafterFacts(draft, f"{model.parameters / 1e6:.1f} M parameters")
     yield DrafterFacts("suffix", "the most frequent continuation in this text and earlier ones; no weights")
     yield DrafterFacts("ngram", "the last continuation in this text; no weights")
 

@@ -20,6 +20,14 @@ PATIENCE_S = 2.0  # shorter work shows no bar
 REDRAW_S = 0.1  # drawing takes tens of microseconds, too long to do it for every token
 
 
+def rounded_duration(seconds: float) -> str:
+    """A rounded duration with its unit."""
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} seconds"
+    minutes = round(seconds / 60)
+    return f"{minutes} minutes" if minutes < 90 else f"{seconds / 3600:.1f} hours"
+
+
 class LoadingBar:
     """A progress callback that shows a bar after two seconds if `console`, by default standard error, is a terminal.
 

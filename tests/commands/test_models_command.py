@@ -63,9 +63,12 @@ def weights_of(folder: Path) -> list:  # type: ignore[type-arg]
 
 def test_draft_models_are_those_with_its_tokenizer_and_a_third_of_its_size_at_most(machine: Path) -> None:
     put_in_hub(machine, "owner/draft", Path(str(find_checkpoint("stdlib-draft"))))
-    found = [each["draft"] for each in json.loads(invoke("stdlib", "--json").stdout)["drafters"]]
-    assert {"model:owner/draft", "model:stdlib-draft"} <= set(found)
-    assert not {"model:stdlib", "model:stdlib-middle", "model:stdlib-draft-1024"} & set(found)
+    listed = json.loads(invoke("stdlib", "--json").stdout)["drafters"]
+    found = {each["draft"]: each["about"] for each in listed}
+    assert {"model:owner/draft", "model:stdlib-draft"} <= found.keys()
+    assert not {"model:stdlib", "model:stdlib-draft-1024"} & found.keys()
+    assert "when it was trained" in found["model:stdlib-middle"], "it is larger, but was trained for this target"
+    assert len(found) == len(listed), "each is listed once"
 
 
 def test_broken_entries_of_the_hubs_cache_are_skipped(machine: Path) -> None:

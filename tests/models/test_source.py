@@ -148,6 +148,8 @@ def test_heads_are_a_folder_that_has_their_key_and_nothing_bundled(
         find_of_kind("nowhere", "medusa")
     with pytest.raises(ModelNotFound, match="there is no folder stdlb: name the folder"):
         find_heads("stdlb")
+    with pytest.raises(ModelNotFound, match=r"no folder \./nowhere, .* bundled: stdlib-early-exit, stdlib-block"):
+        find_heads("./nowhere")
     with pytest.raises(
         ModelNotFound, match=r"is not a drafter of the kind medusa: its config.json has no medusa_num_heads"
     ):

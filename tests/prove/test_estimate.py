@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from forerun.config import Speculation
-from forerun.prove.workload import ProofPace, ProofWorkload, rounded_duration
+from forerun.progress import rounded_duration
+from forerun.prove.workload import ProofPace, ProofWorkload
 from kit.unchecked import unchecked
 from prove.tiny import tiny_llm
 

@@ -65,8 +65,10 @@ def trained(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
             )
             assert result.exit_code == 0, result.output
             steps = int(KINDS[kind][-1])
-            shown = re.findall(r"^step (\d+), (\d+) % done: .* accepted at depth 1", result.stderr, re.MULTILINE)
-            assert [int(step) for step, _ in shown] == [*range(0, steps, 15), steps], (
+            line = r"^step (\d+), (\d+) % done(, about \d+ seconds left)?: .* accepted at depth 1"
+            shown = re.findall(line, result.stderr, re.MULTILINE)
+            assert [bool(left) for *_, left in shown] == [0 < int(done) < 100 for _, done, _ in shown]
+            assert [int(step) for step, *_ in shown] == [*range(0, steps, 15), steps], (
                 "without a terminal, one line per evaluation"
             )
             assert shown[-1][1] == "100"

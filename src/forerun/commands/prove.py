@@ -104,10 +104,10 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
     with importing():
         from forerun.bench.material import check_lengths, read_passages, workload_of
         from forerun.llm import LLM
-        from forerun.progress import LoadingBar
+        from forerun.progress import LoadingBar, rounded_duration
         from forerun.prove.proof import prove as run
         from forerun.prove.show import proof_card
-        from forerun.prove.workload import ProofPace, ProofWorkload, rounded_duration
+        from forerun.prove.workload import ProofPace, ProofWorkload
     workload = ProofWorkload(
         num_prompts=options.num_prompts,
         max_tokens=options.max_tokens,

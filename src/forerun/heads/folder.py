@@ -196,7 +196,7 @@ def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
         near = [each for each in similar_names(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
         raise ModelNotFound(f"there is no folder {name}: {hint}{WANTED}")
-    return find_folder(name, None, files, "config.json")
+    return find_folder(name, None, files, "config.json", BUNDLED_HEADS)
 
 
 def refuse_other_weights(folder: Path, layout: str) -> None:

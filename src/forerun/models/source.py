@@ -14,7 +14,7 @@ from pathlib import Path
 
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound
 from forerun.fields import mistaken
-from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, BUNDLED_NAMES
+from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS
 from forerun.models.foreign import describe_unreadable
 from forerun.models.gguf.folder import choose_file, folder_of
 
@@ -44,9 +44,12 @@ def find_tokenizer(name: str) -> Path:
     return find_folder(name, None, TOKENIZER_FILES, "tokenizer.json")
 
 
-def find_folder(name: str, revision: str | None, files: Sequence[str], needed: str) -> Path:
+def find_folder(
+    name: str, revision: str | None, files: Sequence[str], needed: str, bundled: Iterable[str] = BUNDLED
+) -> Path:
     """The folder of this name, which must contain the file `needed`; `files` are downloaded from the hub.
 
+    Errors suggest the names in `bundled`.
     A GGUF file, alone or in a folder or repository, is represented by such a folder; `NAME:FORMAT` chooses a file.
     """
     try:
@@ -67,9 +70,9 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
         if not exists:
             raise ModelNotFound(f"{name} should be in the package, but {path} is missing: install forerun again")
     if not exists:
-        folder = path if number_format else fetch(name, revision, files)
+        folder = path if number_format else fetch(name, revision, files, bundled)
         if not is_file(folder / needed):
-            folder = fetch(name, revision, (f"*{number_format or USUAL_FORMAT}*.gguf",))
+            folder = fetch(name, revision, (f"*{number_format or USUAL_FORMAT}*.gguf",), bundled)
             file = choose_file(folder, number_format or USUAL_FORMAT, name)
             if file is not None:
                 return folder_of(file)
@@ -92,17 +95,18 @@ def find_folder(name: str, revision: str | None, files: Sequence[str], needed: s
     return path
 
 
-def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
+def fetch(name: str, revision: str | None, files: Sequence[str], bundled: Iterable[str]) -> Path:
     """The local cache folder of a hub id, with these files, downloaded if needed.
 
     A name without an owner that is similar to a local name counts as a typo, so nothing is downloaded.
     """
     if name in BUNDLED_HEADS:
         raise ModelNotFound(f"{name} is a drafter for stdlib, not a model: write {BUNDLED_DRAFTS[name]} as a drafter")
-    near, others = similar_names(name), f"bundled are {BUNDLED_NAMES}"
+    near, names = similar_names(name, bundled), ", ".join(bundled)
+    others = f"bundled are {names}"
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     if not HUB_ID.fullmatch(name):
-        cure = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
+        cure = f"{hint}correct it, or use what is bundled: {names}"
         raise ModelNotFound(f"there is no folder {name}, and it is not a hub id such as owner/name: {cure}")
     if near and "/" not in name:
         cure = f"{hint}write a hub id as owner/name; {others}"
@@ -131,7 +135,7 @@ def fetch(name: str, revision: str | None, files: Sequence[str]) -> Path:
         cure = f"{hint}connect (is HF_HUB_OFFLINE set?), or run `hf download {name}` where there is a connection"
         raise ModelNotFound(f"{name} is not a local folder, and the hub cannot be reached: {cure}; {others}") from error
     except hub.HFValidationError as error:
-        cure = f"{hint}correct it, or use what is bundled: {BUNDLED_NAMES}"
+        cure = f"{hint}correct it, or use what is bundled: {names}"
         raise ModelNotFound(f"there is no folder {name}, and as a hub id it is not valid ({error}): {cure}") from error
     except (hub.HfHubHTTPError, OSError) as error:
         cure = "try again, which continues the download"

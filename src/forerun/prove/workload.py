@@ -114,11 +114,3 @@ class ProofPace:
         runs = 1 + DRAFTED_SHARE * len(workload.shapes) * sum(1 / batch for batch in workload.batches)
         texts = len(workload.laws) * workload.num_openings * workload.num_texts
         return self.token_s * tokens * runs + self.text_s * texts
-
-
-def rounded_duration(seconds: float) -> str:
-    """A rounded duration with its unit."""
-    if seconds < 90:
-        return f"{max(5, 5 * round(seconds / 5))} seconds"
-    minutes = round(seconds / 60)
-    return f"{minutes} minutes" if minutes < 90 else f"{seconds / 3600:.1f} hours"

@@ -20,6 +20,7 @@ from torch import Tensor
 from forerun.errors import TrainingDiverged
 from forerun.heads.student import Student, TargetText, TextBatch
 from forerun.machine import disturbs
+from forerun.progress import rounded_duration
 from forerun.sampling.noise import mix
 from forerun.store import Journal, whole_folder, writable, write_whole
 from forerun.train.answers import SEEDS, AnswerSource
@@ -110,6 +111,13 @@ class Trainer:
         """The completed share of the training."""
         return self.settings.share_done(self.state.step, self.state.seconds)
 
+    @property
+    def time_left(self) -> str:
+        """The remaining time in words, without evaluations; empty before the first step and after the last one."""
+        share = self.share_done
+        seconds = self.state.seconds * (1 - share) / share if share else 0.0
+        return f", about {rounded_duration(seconds)} left" if seconds else ""
+
     def run(self) -> TrainState:
         """Train to the end."""
         while not self.state.stopped:
@@ -181,7 +189,7 @@ class Trainer:
             state.looks_since += 1
             if state.looks_since >= self.settings.patience and not state.stopped:
                 state.stopped = f"held-out acceptance has not risen in {self.settings.patience} evaluations"
-        self.log_info("step %d, %.0f %% done: %s", state.step, 100 * self.share_done, self.summary)
+        self.log_info("step %d, %.0f %% done%s: %s", state.step, 100 * self.share_done, self.time_left, self.summary)
         self.add_entry(entry)
         self.save_checkpoint()
         self.publish()
