@@ -35,7 +35,7 @@ from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
 from kit.engines import PATIENCE_S, params_with, plain, plain_answer
 from kit.oracles import exact_parts
-from kit.texts import PROMPTS
+from kit.texts import PROMPTS, story
 
 NUM = 6
 
@@ -457,6 +457,17 @@ def test_an_error_in_a_requests_own_code_fails_that_request_alone(error: BaseExc
         assert type(failed) is RequestFailed
         assert failed.__cause__ is error
     assert_empty(llm)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_the_same_prompt_is_answered_after_a_request_that_failed(draft: str | None) -> None:
+    """The keys and values of a request that failed are zeroed, so no later text may start with them."""
+    llm = LLM(str(TARGET), draft, dtype="float32")
+    text = story(2 * llm.engine.runner.cache.blocks.block_size + 1, 0)
+    with pytest.raises(Sabotage):
+        llm.generate([text], params_with(0, logits_processors=[raising(Sabotage("mine"), len(text) + 4)]))
+    (answer,), (expected,) = (each.generate([text], params_with(0)) for each in (llm, plain()))
+    assert exact_parts(answer) == exact_parts(expected)
 
 
 @pytest.mark.short("StopIteration", "SystemExit")
