@@ -90,6 +90,8 @@ def test_hyphens_equal_underscores_and_a_repeatable_option_accepts_one_text(tmp_
         ("model = [1]", "model is [1]: use a text, a number, true or false"),
         ("[draft]\nname = 'x'", "draft is {'name': 'x'}"),
         ("model = ", "is not TOML"),
+        (f"model = {'[' * 3000}1{']' * 3000}", "is not TOML"),
+        (f"depth = 0x{'f' * 4000}", "depth is an integer of thousands of digits: use a text"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(tmp_path: Path, content: str, message: str) -> None:

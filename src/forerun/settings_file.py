@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun.did_you_mean import nearest
 from forerun.errors import InvalidRequest, UnknownSetting
-from forerun.limits import shown
+from forerun.limits import INT64, shown
 
 
 def read_settings(path: Path, known: Collection[str], others: Collection[str] = ()) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def read_settings(path: Path, known: Collection[str], others: Collection[str] = 
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidRequest("config", f"{path} cannot be read ({error.strerror}): name a TOML file") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest("config", f"{path} is not TOML in UTF-8: {error}") from error
     names = sorted({*known, *others})
     settings = {}
@@ -35,7 +35,7 @@ def read_settings(path: Path, known: Collection[str], others: Collection[str] = 
         name = key.replace("-", "_")
         if name not in names:
             raise UnknownSetting(str(path), key, nearest(name, names), names)
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | int | float) or (isinstance(value, int) and abs(value) > INT64):
             raise InvalidRequest("config", f"{path}: {key} is {shown(value)}: use a text, a number, true or false")
         if name in known:
             settings[name] = value if isinstance(value, bool) else str(value)

@@ -3,9 +3,13 @@
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch
 
 from forerun.draft.plan import DraftContext
 from forerun.draft.text.ngram_table import (
@@ -72,3 +76,33 @@ def test_an_unreadable_table_is_refused_by_name(tmp_path: Path, damage: str) -> 
     refusal: type[ForerunError] = VocabularyMismatch if damage == "vocabulary" else PastFileError
     with pytest.raises(refusal, match="name a folder"):
         plan_drafter(spec, context)
+
+
+@pytest.mark.parametrize("name", ["hashes", "firsts", "tokens", "chances"])
+@pytest.mark.parametrize("damage", ["one number", "a matrix", "floats", "too short"])
+def test_a_table_whose_arrays_do_not_fit_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+    write_ngrams(tmp_path, [(story(50, 1), 1)], "v")
+    arrays = load_file(tmp_path / FILE)
+    array = arrays[name]
+    changed = {"one number": array[0], "a matrix": array[:, None], "floats": array / 2, "too short": array[:-1]}
+    arrays[name] = np.array(changed[damage])
+    save_file(arrays, tmp_path / FILE, {"form": "1", "vocabulary": "v"})
+    with pytest.raises(PastFileError, match="has no n-grams in format 1: name a folder"):
+        NgramTable.read(tmp_path, "v")
+
+
+def test_a_table_with_continuations_outside_of_it_is_refused(tmp_path: Path) -> None:
+    write_ngrams(tmp_path, [(story(50, 1), 1)], "v")
+    arrays = load_file(tmp_path / FILE)
+    arrays["firsts"][1] = len(arrays["tokens"]) + 1
+    save_file(arrays, tmp_path / FILE, {"form": "1", "vocabulary": "v"})
+    with pytest.raises(PastFileError, match="has no n-grams in format 1: name a folder"):
+        NgramTable.read(tmp_path, "v")
+
+
+def test_a_table_in_bfloat16_is_refused(tmp_path: Path) -> None:
+    """numpy does not have this type."""
+    arrays = {name: torch.zeros(2, dtype=torch.bfloat16) for name in ("hashes", "firsts", "tokens", "chances")}
+    save_torch(arrays, tmp_path / FILE, {"form": "1", "vocabulary": "v"})
+    with pytest.raises(PastFileError, match="has no readable n-grams"):
+        NgramTable.read(tmp_path, "v")

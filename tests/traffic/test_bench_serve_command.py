@@ -44,6 +44,7 @@ def test_mistakes_are_one_line_before_anything_is_asked(tmp_path: Path) -> None:
         (["--concurrency", "1.5"], "concurrency: 1.5 must be a whole number"),
         (["--speculation", "off,deep"], "speculation: 'deep' must be auto, off, or a depth"),
         (["--body", "[1]"], "body: '[1]' is not an object"),
+        (["--body", "[" * 100_000], "body: '[[[["),
         (["--body", '{"seed": 1}'], "body: 'seed' is set by the load test"),
         (["--prompts", str(tmp_path / "none.txt")], "it cannot be read"),
         (["--picture", str(tmp_path / "x.png")], "must be a .svg file"),

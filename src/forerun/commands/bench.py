@@ -17,6 +17,7 @@ from forerun.bench.plan import CHOSEN, SHIPPED, Selection
 from forerun.commands.running import Destination, Result, importing
 from forerun.config import AUTO
 from forerun.errors import InvalidRequest
+from forerun.limits import shown
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.options import (
     OUTPUT,
@@ -169,8 +170,8 @@ def json_object(name: str, text: str, example: str) -> dict[str, Any]:
     """Parse the JSON object of an option. Raises InvalidRequest."""
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(name, f"{text!r} is not JSON ({error}).") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(name, f"{shown(text)} is not JSON ({error}).") from error
     if not isinstance(value, dict):
-        raise InvalidRequest(name, f"{text!r} is not an object such as {example}.")
+        raise InvalidRequest(name, f"{shown(text)} is not an object such as {example}.")
     return value

@@ -20,6 +20,7 @@ from forerun.store import cache_folder, replace_file
 
 SEEN = 2  # measurements that a saved cost counts as
 VERSION = 3
+LARGEST = 1e15  # of measurements: larger ones are damage, and their products may overflow
 
 
 def as_json(controller: MeasuredDepth) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def fill(costs: CostTable, entries: Any) -> None:
         rows, context, merged = entry["kind"]
         curve = costs.kinds[Kind(int(number(rows)), int(number(context)), bool(merged))] = Curve(costs.flat)
         for size, usual_s in entry["sizes"].items():
-            if int(size) < 1:
+            if not 1 <= int(size) <= LARGEST:
                 raise ValueError(f"no round has the size {size}")
             for _ in range(SEEN):
                 curve.record(int(size), number(usual_s))
@@ -87,8 +88,8 @@ def record_of(entry: Any) -> MeasuredDrafter:
 
 
 def number(value: Any) -> float:
-    """A finite number of at least 0. Raises ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    """A number from 0 to LARGEST. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
         raise ValueError(f"{value!r} is no measurement")
     return float(value)
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from forerun.errors import PastFileError, VocabularyMismatch
+from forerun.fields import short
 from forerun.store import replace_file
 
 FILE = "ngrams.safetensors"
@@ -29,6 +32,7 @@ MOST_CONTINUATIONS = 8  # stored per context
 LEAST_CHANCE = 0.02  # of a stored continuation
 SCALE = 255  # chances are stored in one byte
 BASIS, PRIME, BITS = 0x811C9DC5, 0x9E3779B1, 0xFFFFFFFF  # constants of the hash
+KINDS = {"hashes": ("uint32",), "firsts": ("uint32",), "tokens": ("uint16", "uint32"), "chances": ("uint8",)}
 Context = tuple[int, ...]
 Continuations = Sequence[tuple[int, float]]  # tokens and their chances
 
@@ -52,15 +56,15 @@ class NgramTable:
         try:
             with safe_open(path, framework="np") as file:
                 metadata = file.metadata() or {}
-                names = ("hashes", "firsts", "tokens", "chances")
-                arrays = [file.get_tensor(name) for name in names] if metadata.get("form") == FORMAT else []
-        except (OSError, SafetensorError) as error:
-            raise PastFileError(f"{path} has no readable n-grams ({error}): name a folder with such a file") from error
-        if not arrays or len(arrays[1]) != len(arrays[0]) + 1 or arrays[1][-1] != len(arrays[2]):
+                arrays = {name: file.get_tensor(name) for name in KINDS} if metadata.get("form") == FORMAT else {}
+        except (OSError, SafetensorError, TypeError) as error:  # numpy has no bfloat16
+            problem = f"has no readable n-grams ({short(error)}): name a folder with such a file"
+            raise PastFileError(f"{path} {problem}") from error
+        if not arrays or not is_valid(arrays):
             raise PastFileError(f"{path} has no n-grams in format {FORMAT}: name a folder with such a file")
         if metadata.get("vocabulary") != vocabulary:
             raise VocabularyMismatch(f"{path} has another tokenizer's ids: name a folder made for the target's")
-        return cls(*(memoryview(array) for array in arrays))
+        return cls(**{name: memoryview(array) for name, array in arrays.items()})
 
     def continuations(self, context: Sequence[int]) -> dict[int, float]:
         """The continuations of the longest suffix of `context` in the table, with their chances, likeliest first."""
@@ -69,6 +73,15 @@ class NgramTable:
             if place < len(self.hashes) and self.hashes[place] == number:
                 return {self.tokens[i]: self.chances[i] / SCALE for i in range(*self.firsts[place : place + 2])}
         return {}
+
+
+def is_valid(arrays: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether arrays have the types and sizes of a table, and all continuations of its contexts."""
+    if not all(array.ndim == 1 and array.dtype.name in KINDS[name] for name, array in arrays.items()):
+        return False
+    hashes, firsts, tokens, chances = arrays.values()
+    is_whole = len(firsts) == len(hashes) + 1 and len(tokens) == len(chances) == firsts[-1]
+    return bool(is_whole and (firsts[:-1] <= firsts[1:]).all())
 
 
 def hashes_of(context: Sequence[int]) -> Iterator[int]:
