@@ -194,6 +194,7 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     assert 0 <= first["queue_s"] <= first["first_token_s"] <= first["total_s"]
     asked = {line["request_id"]: line for line in lines if line["logger"] == "forerun.serve.access"}
     assert len(asked) == 3
+    assert all(line["client"].startswith("127.0.0.1:") for line in asked.values())
     for line in (first, second):  # a stream's line is written at its end too
         assert asked[line["request_id"]]["duration_s"] >= line["total_s"] - 1e-6, "the whole request, parsing included"
 

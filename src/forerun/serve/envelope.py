@@ -99,7 +99,7 @@ def log_access(scope: Scope, status: int, request_id: str, duration_s: float) ->
     client = ":".join(map(str, scope["client"] or ()))
     path = quote(scope["path"]) + (f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else "")
     method, version = scope["method"], scope["http_version"]
-    fields = {"method": method, "path": path, "status": status, "request_id": request_id}
+    fields = {"client": client, "method": method, "path": path, "status": status, "request_id": request_id}
     line = '%s - "%s %s HTTP/%s" %d request_id=%s duration_s=%.6f'
     values = (client, method, path, version, status, json.dumps(request_id), duration_s)
     access_log.info(line, *values, extra={"fields": {**fields, "duration_s": round(duration_s, 6)}})
