@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 from typing_extensions import override
 
 from forerun import LLM, SamplingParams
@@ -59,8 +58,28 @@ class OnCard(Tensor):
         raise AssertionError(f"{func} outside of the card's mode")
 
 
-def inner_of(x: object) -> object:
-    return x.inner if isinstance(x, OnCard) else x
+def inner_of(x: Any) -> Any:
+    """The value without tensors on the imagined GPU, which torch's pytrees would need five times as long for."""
+    if isinstance(x, OnCard):
+        return x.inner
+    if isinstance(x, (tuple, list)):
+        return type(x)([inner_of(each) for each in x])
+    return {name: inner_of(each) for name, each in x.items()} if isinstance(x, dict) else x
+
+
+def on_card(x: Any) -> Any:
+    """An operation's result with its tensors on the imagined GPU."""
+    if isinstance(x, Tensor):
+        return OnCard(x)
+    return type(x)([on_card(each) for each in x]) if isinstance(x, (tuple, list)) else x
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """All tensors of an operation's arguments or of its result."""
+    if isinstance(x, Tensor):
+        return [x]
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 @dataclass
@@ -109,7 +128,7 @@ class CardMode(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        flat = tensors_in((args, kwargs))
         carded = [x for x in flat if isinstance(x, OnCard)]
         hosted = [x for x in flat if not isinstance(x, OnCard) and x.dim() > 0]
         target, name = kwargs.get("device"), func.overloadpacket.__name__
@@ -137,12 +156,12 @@ class CardMode(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if name in ("_pin_memory", "pin_memory"):
             return args[0].clone()
-        found = func(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
+        found = func(*inner_of(args), **inner_of(kwargs))
         if lands:
-            self.seen.refuses(None, [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)])
+            self.seen.refuses(None, tensors_in(found))
         if func._schema.is_mutable and isinstance(args[0], Tensor):
             return args[0]
-        return tree_map(lambda x: OnCard(x) if isinstance(x, Tensor) else x, found) if lands else found
+        return on_card(found) if lands else found
 
 
 class Held(TorchDispatchMode):
@@ -160,8 +179,8 @@ class Held(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        given = {x.inner.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, OnCard)}
-        for made in tree_flatten(found)[0]:
+        given = {x.inner.untyped_storage().data_ptr() for x in tensors_in((args, kwargs)) if isinstance(x, OnCard)}
+        for made in tensors_in(found):
             if isinstance(made, OnCard):
                 memory, size = made.inner.untyped_storage().data_ptr(), made.inner.untyped_storage().nbytes()
                 if not self.num_tensors[memory] and memory in given:
@@ -216,7 +235,7 @@ class CardFunctions(TorchFunctionMode):
                 self.waits.append("index by numbers of the host" if of_host else "index by truth")
         if len(args) > 2 and isinstance(args[2], Tensor) and not isinstance(args[2], OnCard):
             self.waits.append("copy to the card")
-        found = func(*(tree_map(inner_of, each) for each in args))
+        found = func(*inner_of(args))
         return OnCard(found) if isinstance(found, Tensor) else found
 
 
