@@ -68,7 +68,7 @@ def budget(name: str, rng: random.Random, most: int = 4) -> Budget:
     return Budget(depth, width, depth * width, drafter=int(name.startswith("mix")))
 
 
-@pytest.mark.short("mtp", "block", "mix of eagle")
+@pytest.mark.short("block", "mix of eagle")
 @pytest.mark.parametrize("name", [*NAMES, *MIXED])
 def test_a_paused_drafter_makes_no_pass_and_later_drafts_the_same(
     bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch

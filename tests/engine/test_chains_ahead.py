@@ -40,7 +40,7 @@ def drafts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch, params: Sequence[Sampli
     return found
 
 
-@pytest.mark.short("eagle", "mtp-of-3")
+@pytest.mark.short("mtp-of-3")
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_chains_drafted_ahead_are_those_that_would_be_drafted_later(
     draft: str, monkeypatch: pytest.MonkeyPatch

@@ -110,7 +110,7 @@ def plain() -> Sequence[Sequence[int]]:
     return tokens_of(made(None).generate(PROMPTS, PARAMS))
 
 
-@pytest.mark.short("model:stories280k-tree", "eagle-1-chain", "mtp-of-3-tree", "block-tree")
+@pytest.mark.short("model:stories280k-tree", "eagle-1-chain", "block-tree")
 @pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_tokens_are_those_of_plain_decoding_and_drafts_those_of_the_cpu(kind: str, shape: Speculation) -> None:

@@ -137,7 +137,7 @@ EVERY = SamplingParams(
 )  # fmt: skip
 
 
-@pytest.mark.short("plain", "logprobs", "every-model")
+@pytest.mark.short("logprobs", "every-model")
 @pytest.mark.parametrize(
     ("drafter", "params", "most"),
     [

@@ -117,6 +117,7 @@ def test_a_pass_that_lacks_an_operator_is_refused_at_the_start(monkeypatch: pyte
         make("mps", None)
 
 
+@pytest.mark.short("ngram")
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_requests_that_need_a_missing_operator_fail_with_its_name_and_others_go_on(
     draft: str | None, monkeypatch: pytest.MonkeyPatch

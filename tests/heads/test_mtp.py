@@ -287,6 +287,7 @@ def test_a_folder_of_modules_drafts_as_those_in_the_target_and_must_fit_it(tmp_p
         LLM(str(TARGET), "mtp[ngram]")
 
 
+@pytest.mark.short("qwen3-*")
 @pytest.mark.parametrize(("architecture", "family", "count"), [("glm4", "Glm4", 1), ("qwen3", "Qwen3", 2)])
 def test_modules_in_a_gguf_file_draft_as_in_the_folder_and_are_chosen_by_auto(
     architecture: str, family: str, count: int, tmp_path: Path

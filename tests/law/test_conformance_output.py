@@ -118,7 +118,7 @@ def plain_crowd(dtype: str) -> list[Answer]:
     return decode_plain(bench_of(dtype), CROWD)
 
 
-@pytest.mark.short("suffix-bfloat16", "hydra-bfloat16", "mix-of-3-float32")
+@pytest.mark.short("hydra-bfloat16", "mix-of-3-float32")
 @above_all_bfloat16
 @every_drafter
 def test_chunks_and_preemption_change_no_output(name: str, dtype: str) -> None:

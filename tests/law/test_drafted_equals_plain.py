@@ -148,7 +148,7 @@ def drafted(pair: str, dtype: str, part: int, drafter: Drafter, speculation: Spe
         return decode(bench_of(pair, dtype), part_of(pair, part), speculation, drafter, **limits)
 
 
-@pytest.mark.short("stories-float32", "stories-int4", "stdlib-bfloat16")
+@pytest.mark.short("stories-int4", "stdlib-bfloat16")
 @every_format
 def test_drafted_equals_plain_for_a_sample_of_prompts(pair: str, dtype: str) -> None:
     """A chain and a tree; among the prompts is one before each border, or before the second only."""
@@ -243,7 +243,7 @@ def test_drafted_equals_plain_across_key_blocks(numbers: str, edge: int) -> None
         assert got.stats.num_accepted > 80
 
 
-@pytest.mark.short("int8-qwen3_moe", "float32-gemma2", "bfloat16-ministral3")
+@pytest.mark.short("int8-qwen3_moe", "bfloat16-ministral3")
 @pytest.mark.parametrize("family", [*FAMILIES, *DENSE])
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_drafted_equals_plain_for_every_family(family: str, numbers: str, tmp_path: Path) -> None:

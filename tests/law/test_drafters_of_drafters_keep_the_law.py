@@ -85,7 +85,7 @@ def bias(drafter: CascadeDrafter, rule: Verification) -> float:
     return first_pairs(P, rule, lambda draws, _: drafter.propose(draws, [Budget(2)] * len(draws.rows)).tree)
 
 
-@pytest.mark.short("drawn-block", "three-block")
+@pytest.mark.short("three-block")
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
 def test_redrafted_positions_of_a_cascade_get_fresh_noise(kind: str, rule: Verification) -> None:
     assert bias(CASCADES[kind](), rule) > 1e-4
@@ -157,6 +157,7 @@ def test_a_mix_that_chooses_members_by_past_tokens_keeps_the_law(rule: Verificat
     assert mix_bias(MixDrafter(*MEMBERS), rule, which) > 1e-4
 
 
+@pytest.mark.short("token")
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_choosing_a_member_by_its_own_draws_is_noticed(rule: Verification) -> None:
     assert mix_bias(Peeking(*MEMBERS), rule, (0,)) < 1e-6

@@ -64,7 +64,7 @@ DRAFTED = ("Gemma2", "Cohere2", "Olmo2", "Starcoder2", "Ministral3", "GptOss", "
 QUANTISED: tuple[Quantization, ...] = ("int8", "int4", "fp8")
 
 
-@pytest.mark.short("Gemma2-*", "Cohere2-*", "GptOss-*", "Qwen2Moe-None", "Qwen2Moe-int4")
+@pytest.mark.short("Gemma2-*", "Cohere2-*", "GptOss-*", "Qwen2Moe-int4")
 @pytest.mark.parametrize(
     ("family", "quantize"), [*((family, None) for family in DRAFTED), *(("Qwen2Moe", each) for each in QUANTISED)]
 )
