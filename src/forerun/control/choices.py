@@ -21,7 +21,6 @@ from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # least margin by which drafting must be faster than plain decoding to be chosen
 ALONE = 0.25  # share of the scatter of rounds that is the margin for one row: a mistake there is soon noticed
-FINE = 16  # draft tokens that are added one by one; if there are many more, they are added in sixteenths
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
 Choice = Sequence[Assignment | None]  # for every row
@@ -213,7 +212,7 @@ class ChoiceSearch:
     def deepened(
         self, chosen: Sequence[DraftOption | None], order: Callable[[DraftToken], tuple[float, ...]]
     ) -> Planned:
-        """The best depths if draft tokens are added in this order."""
+        """The best depths if draft tokens are added in this order: AUTO_DEPTH one by one, then several at once."""
         if not any(chosen):
             plain_s = max(NO_TIME_S, self.prices(len(chosen)).expect(len(chosen)))
             return Planned([None] * len(chosen), len(chosen) / plain_s)
@@ -224,12 +223,12 @@ class ChoiceSearch:
                 tokens += [(-chance, depth, row, option) for depth, chance in enumerate(option.survival, 1)]
             elif option is not None:
                 drafts.deepen(row, option, option.budget.depth, option.gain)
-        best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(tokens) // FINE)
+        best, depths, step = drafts.tokens_per_s(), list(drafts.depths), max(1, len(tokens) // AUTO_DEPTH)
         rest = -sum(token[0] for token in tokens)
         for number, (chance, depth, row, option) in enumerate(sorted(tokens, key=order), 1):
             drafts.deepen(row, option, depth, -chance)
             rest += chance
-            if number <= FINE or number % step == 0 or number == len(tokens):
+            if number <= AUTO_DEPTH or number % step == 0 or number == len(tokens):
                 taken_s = max(NO_TIME_S, drafts.round_s())
                 if drafts.gain > best * taken_s:
                     best, depths = drafts.gain / taken_s, list(drafts.depths)

@@ -332,7 +332,7 @@ class MeasuredDrafters:
         """Start after a calibration, whose counts get little weight."""
         for record in self.all:
             record.acceptance.limit(OLD_WEIGHT)
-            share = min(1.0, OLD_WEIGHT / max(record.predicted, record.accepted, OLD_WEIGHT))
+            share = OLD_WEIGHT / max(record.predicted, record.accepted, OLD_WEIGHT)
             record.predicted, record.accepted = share * record.predicted, share * record.accepted
             record.by_row, record.retry = {}, RetryTimer(num_rounds=TRIES)
 

@@ -164,11 +164,10 @@ class MeasuredDepth:
         self.drafters.begin()
 
     def wake(self) -> None:
-        """Try all alternatives soon, since something has changed, unless that happened a short while ago."""
-        if self.trials.wake():
-            self.taken.num_held = HOLD
-            for record in self.drafters.all:
-                record.retry.wake()
+        """Try all alternatives soon, since something has changed."""
+        self.taken.num_held = HOLD
+        for timer in (self.trials.plain, *(record.retry for record in self.drafters.all)):
+            timer.wake()
 
     def reason(self) -> str:
         """What was chosen for a lone row in the last round and why; empty if there was nothing to choose."""
@@ -251,9 +250,7 @@ class MeasuredDepth:
             return [None if all(each.free for each in options.values()) else best[i] for i, options in enumerate(rows)]
         if drafter == OTHER_DEPTH:
             deeper = self.trials.deeper = not self.trials.deeper
-            depths = [2 * each.depth if deeper else each.depth // 2 or 1 for each in best if each]
-            tried = iter(depths)
-            return [each and each.option.at_most(next(tried)) for each in best]
+            return [each and each.option.at_most(2 * each.depth if deeper else each.depth // 2 or 1) for each in best]
         new = self.drafters.all[drafter].retry.new
         options = {row: each[drafter] for row, each in enumerate(rows) if drafter in each}
         first = sorted(options, key=lambda row: sum(options[row].num_unread.values()))[: None if new else 1]

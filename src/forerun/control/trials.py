@@ -10,14 +10,12 @@ import logging
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome
-from forerun.control.costs import LONG
 
-TRIES = 6  # rounds for which every drafter is tried at first
+TRIES = 6  # rounds for which every drafter is tried at first, and the least time from a trial to the next
 RETRY = 24  # unused rounds after which a drafter is tried again, before the cost of its trials is known
-SHORTEST, LONGEST = 6, 256  # bounds of the rounds between trials, which otherwise follow from their cost
-AGAIN = 2  # rounds for which an alternative is tried again after a change
+LONGEST = 256  # most rounds between trials, which otherwise follow from their cost
+AGAIN = 2  # rounds for which an alternative is tried again after a change, and unused ones after a hopeful trial
 MANY_ROWS = 3  # most sequences of a round that count as tries of their own
-SOON = 2  # unused rounds after a trial that went better than expected
 FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # depth of a trial: of a new drafter, and of a known one
 NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: plain decoding; half or twice the chosen depth
 HOLD = 8  # rounds for which a plan is kept, and plans in a row after which the log reports drafting as on or off
@@ -45,7 +43,7 @@ class RetryTimer:
     @property
     def due(self) -> bool:
         """Whether it should be tried now."""
-        return self.new or self.num_idle >= (SOON if self.hopeful else self.patience)
+        return self.new or self.num_idle >= (AGAIN if self.hopeful else self.patience)
 
     def wake(self) -> None:
         """Treat it as nearly new, since something has changed: it is tried again for AGAIN rounds."""
@@ -63,7 +61,7 @@ class RetryTimer:
             return
         self.num_rounds, self.num_idle = self.num_rounds + min(num_rows, MANY_ROWS), 0
         longest = RETRY if self.hopeful else LONGEST  # one bad trial after good ones is not final
-        self.patience = RETRY if patience is None else min(max(SHORTEST, patience) * (1 if hopeful else 2), longest)
+        self.patience = RETRY if patience is None else min(max(TRIES, patience) * (1 if hopeful else 2), longest)
         self.hopeful = hopeful
 
 
@@ -77,23 +75,13 @@ class Trials:
     num_reading: int = 0  # rounds in a row with prefill
     tried: int | None = None  # on trial in the last round: a drafter's index, NOTHING, OTHER_DEPTH or None
     patience: int = 0  # rounds until the next trial of it, from its cost
-    awake: int = LONG  # rounds since the last change
 
     def begin(self) -> None:
         """Start after a calibration, which replaces the first trials."""
         self.plain, self.other_depth = RetryTimer(num_rounds=TRIES), RetryTimer(num_rounds=TRIES)
 
-    def wake(self) -> bool:
-        """Try plain decoding soon, since something has changed; does nothing and returns False soon after a change."""
-        if self.awake < LONG:
-            return False
-        self.awake = 0
-        self.plain.wake()
-        return True
-
     def count(self, drafted: bool, cheap: bool) -> None:
         """Learn from a round, in which something was `drafted` or not; `cheap`: its pass took less than expected."""
-        self.awake += 1
         deeper, plain = self.tried == OTHER_DEPTH, self.tried == NOTHING
         self.other_depth.count(int(deeper), self.patience if deeper else None, cheap and deeper)
         self.plain.count(int(not drafted), self.patience if plain else None, cheap and plain)
