@@ -89,9 +89,7 @@ class Assignment(NamedTuple):
     def budget(self) -> Budget:
         """The budget that the drafter gets."""
         full, depth = self.option.budget, self.depth
-        if depth == full.depth:
-            return full
-        return Budget(depth, full.width, self.option.num_nodes(depth), full.drafter, full.min_survival, full.shape)
+        return full if depth == full.depth else replace(full, depth=depth, nodes=self.option.num_nodes(depth))
 
     def steps(self, row: RowOutcome) -> int:
         """How many tokens the drafter drew, including one that was dropped for its low survival."""
