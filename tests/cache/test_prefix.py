@@ -150,8 +150,8 @@ def test_the_longest_shared_prefix_is_taken_and_short_ones_are_not() -> None:
     cache = cache_of(400)
     text = [*range(60)]
     retired(cache, text[:32])
-    read_on(cache, 1, text[:45])
-    live = [CachedText(1, "a", text[:45]), CachedText(2, "a", text), CachedText(3, "b", text)]
+    read_on(cache, 1, text[:45])  # the rest of this text is not read yet
+    live = [CachedText(1, "a", text), CachedText(2, "a", text), CachedText(3, "b", text)]
     beginning = longest_prefix(cache, text, "a", live)
     assert (beginning.num_tokens, beginning.source) == (45, 1)
     assert start_row(cache, CachedText(2, "a", text), beginning) == cache.length(2) == 45

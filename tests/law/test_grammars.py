@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import cycle, islice
 
@@ -275,30 +276,58 @@ class Table(Constraint):
         return self.places[behind[-1]]
 
 
+def random_table() -> tuple[Tensor, Tensor, Tensor]:
+    """The logits of a target and of a model with another law, and the tokens that a grammar allows after each token."""
+    generator = torch.Generator().manual_seed(3)
+    target, model = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    allowed = torch.rand(VOCAB, VOCAB, generator=generator) < 0.5
+    allowed[torch.arange(VOCAB), (torch.arange(VOCAB) + 1) % VOCAB] = True
+    return target, model, allowed
+
+
+def constrained_rows(table: Table, seed: int) -> list[RowSampling]:
+    return [RowSampling(i, SamplingParams(), seed * COUNT + i, 0, [0, ROOT], 2, constraint=table) for i in range(COUNT)]
+
+
+def assert_masked_law(text: Tensor, target: Tensor, allowed: Tensor) -> None:
+    """The transitions of each position are distributed as the softmax of the allowed logits."""
+    law = target.masked_fill(~allowed, -torch.inf).double().softmax(1)
+    for position in range(3):
+        counts = transitions(text, ROOT, position, VOCAB)
+        assert not counts[~allowed].any()
+        assert chi_square(counts, law * counts.sum(1, keepdim=True)) > 1e-4
+
+
 @pytest.mark.short("2-token")
 @pytest.mark.parametrize("rule", ["coupled", "token", "block"])
 @pytest.mark.parametrize("width", [1, 2])
 def test_every_rule_emits_the_masked_law(rule: Verification, width: int) -> None:
     """Transitions within rounds against the softmax of the allowed logits, for a drafter with another law."""
-    generator = torch.Generator().manual_seed(3)
-    target, model = (2 * torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
-    allowed = torch.rand(VOCAB, VOCAB, generator=generator) < 0.5
-    allowed[torch.arange(VOCAB), (torch.arange(VOCAB) + 1) % VOCAB] = True
-    params, table = SamplingParams(), Table(allowed)
-    rows = [RowSampling(i, params, 77 * COUNT + i, 0, [0, ROOT], 2, constraint=table) for i in range(COUNT)]
+    target, model, allowed = random_table()
     with unchecked():
-        draws = Draws(rows, VOCAB, rejection=rule != "coupled")
+        draws = Draws(constrained_rows(Table(allowed), 77), VOCAB, rejection=rule != "coupled")
         tree = drafted(draws, model, 3, width)
         text = emitted(tree, judged_round(draws, tree, target, rule))
-    law = target.masked_fill(~allowed, -torch.inf).double().softmax(1)
     assert (text >= 0).sum() > 1.5 * COUNT
-    for position in range(3):
-        counts = transitions(text, ROOT, position, VOCAB)
-        assert not counts[~allowed].any()
-        assert chi_square(counts, law * counts.sum(1, keepdim=True)) > 1e-4
+    assert_masked_law(text, target, allowed)
     wrong = target.double().softmax(1)
     before = transitions(text, ROOT, 0, VOCAB)[ROOT]
     assert (before - wrong[ROOT] * COUNT).abs().max() > 10 * COUNT**0.5, "the mask matters here"
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_drafter_that_ignores_the_grammar_keeps_the_masked_law(rule: Verification) -> None:
+    """It declares the law that it drew from. If its forbidden tokens were removed, the others would count too much."""
+    target, model, allowed = random_table()
+    rows = constrained_rows(Table(allowed), 79)
+    with unchecked():
+        draws = Draws(rows, VOCAB, rejection=True)
+        free = Draws([replace(row, constraint=None) for row in rows], VOCAB, rejection=True)
+        tree = drafted(free, model, 3)
+        assert not allowed[ROOT, tree.tokens[:, 1]].all()
+        tree = constrained_tree(tree, draws, [[]] * COUNT)
+        text = emitted(tree, judged_round(draws, tree, target, rule))
+    assert_masked_law(text, target, allowed)
 
 
 @pytest.mark.short("block")
@@ -311,9 +340,8 @@ def test_draft_tokens_past_a_completed_text_do_not_bias_the_tokens_before(rule: 
     table = Table(torch.ones(VOCAB, VOCAB, dtype=torch.bool))
     table.places[VOCAB - 1] = Allowed(complete=True)
     target[ROOT], model[ROOT] = 0, torch.tensor([0.0] * (VOCAB - 1) + [1.6])
-    rows = [RowSampling(i, SamplingParams(), 78 * COUNT + i, 0, [0, ROOT], 2, constraint=table) for i in range(COUNT)]
     with unchecked():
-        draws = Draws(rows, VOCAB, rejection=True)
+        draws = Draws(constrained_rows(table, 78), VOCAB, rejection=True)
         tree = constrained_tree(drafted(draws, model, 2), draws, [[]] * COUNT)
         text = emitted(tree, judged_round(draws, tree, target, rule))
     counts = transitions(text, ROOT, 0, VOCAB)
