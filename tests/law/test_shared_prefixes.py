@@ -176,3 +176,20 @@ def test_a_drafter_does_not_prefill_a_cached_prompt_again(bench_of: Callable[[st
     assert most[0] > 100
     assert most[1] <= 64
     assert engine.stats.num_prefix_hits > 60
+
+
+def test_a_cached_prompt_is_read_again_for_a_drafter_that_has_not_received_its_states(
+    bench_of: Callable[[str], Bench],
+) -> None:
+    bench = bench_of("float32")
+    engine, requests = bench.engine(), bench.requests()
+    answers = []
+    for drafter in (None, built("eagle", engine.runner)):
+        engine.drafter = drafter
+        (sample,) = requests.sequences(Request.of(SYSTEM, SamplingParams(max_tokens=6, seed=2), Speculation(2)))
+        engine.submit(sample)
+        run(engine)
+        answers.append(sample.tokens)
+    assert answers[0] == answers[1]
+    assert engine.stats.num_prompt_tokens == 2 * 149
+    assert engine.stats.num_drafted > 0
