@@ -85,7 +85,7 @@ def bias(drafter: CascadeDrafter, rule: Verification) -> float:
     return first_pairs(P, rule, lambda draws, _: drafter.propose(draws, [Budget(2)] * len(draws.rows)).tree)
 
 
-@pytest.mark.short("three-block")
+@pytest.mark.short("judge alone, in rounds-block", "three-block")
 @pytest.mark.parametrize(("kind", "rule"), [*((kind, "block") for kind in CASCADES), ("drawn", "token")])
 def test_redrafted_positions_of_a_cascade_get_fresh_noise(kind: str, rule: Verification) -> None:
     assert bias(CASCADES[kind](), rule) > 1e-4
