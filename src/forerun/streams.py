@@ -44,11 +44,13 @@ def _show_line(kind: str, colour: str, message: object) -> None:
 
 
 class WarningLines(logging.Handler):
-    """Shows each warning of the library as one line on standard error."""
+    """Shows each warning of the library as one line on standard error; below it the traceback, if it has one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one warning."""
         _show_line("warning", "yellow", record.getMessage())
+        if record.exc_info:
+            print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
 
 
 def show_warnings() -> None:
