@@ -24,6 +24,7 @@ class KernelWheel(bdist_wheel):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 command = compiler()
+                print("Compiling the kernels, which takes a minute or two ...", file=sys.stderr, flush=True)
                 libraries = compile_all(Path(folder), command)
             except NoKernels as reason:
                 print(f"The wheel carries no compiled kernels: {reason}", file=sys.stderr)
