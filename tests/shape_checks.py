@@ -36,7 +36,7 @@ class Current:
 def install(package: str) -> None:
     """Have the functions and dataclasses of a package that is not imported yet checked."""
     assert jaxtyping.jaxtyped is by_jaxtyping, "the checks are installed twice"
-    jaxtyping.jaxtyped = lambda *, typechecker: checked_now_and_then
+    jaxtyping.jaxtyped = lambda *, typechecker: checked_now_and_then  # type: ignore[assignment]  # as the hook calls it
     jaxtyping.install_import_hook(package, "beartype.beartype")
 
 
@@ -56,7 +56,7 @@ def checked_now_and_then(subject: Any) -> Any:
     if not inspect.isclass(subject):
         return sampled(subject) if "<locals>" not in subject.__qualname__ and has_shapes(subject) else subject
     if is_dataclass(subject) and "__init__" in vars(subject) and has_shapes(subject.__init__):
-        subject.__init__ = sampled(subject.__init__)
+        subject.__init__ = sampled(subject.__init__)  # type: ignore[method-assign]
     return subject
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 
 import pytest
@@ -76,7 +76,7 @@ def test_streams_at_once_and_many_samples() -> None:
     async def work(front: AsyncLLM) -> None:
         streams = [front.stream(PROMPTS[i % 5], params_with(i)) for i in range(6)]
         samples = front.generate(PROMPTS[0], params_with(1, n=4))
-        *found, many = await asyncio.gather(*map(collected_tokens, streams), samples)
+        found, many = await asyncio.gather(asyncio.gather(*map(collected_tokens, streams)), samples)
         answers = [plain().generate(PROMPTS[i % 5], params_with(i))[0].outputs[0].token_ids for i in range(6)]
         assert found == answers
         assert exact_parts(many) == exact_parts(plain().generate(PROMPTS[0], params_with(1, n=4))[0])
@@ -116,6 +116,7 @@ async def leave_the_loop(front: AsyncLLM) -> None:
 async def close_the_stream(front: AsyncLLM) -> None:
     stream = front.stream(PROMPTS[1], endless(), speculation=Speculation(3, 2, 5))
     await anext(stream)
+    assert isinstance(stream, AsyncGenerator)
     await stream.aclose()
 
 
@@ -286,5 +287,6 @@ def test_a_request_whose_loop_is_closed_leaves_the_engine() -> None:
         time.sleep(0.005)
     assert num_drawn[0] - num_before < 10
     front.close()
+    assert isinstance(stream, AsyncGenerator)
     with pytest.raises(RuntimeError, match="closed"):
         loop.run_until_complete(stream.aclose())

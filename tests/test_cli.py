@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,11 +73,14 @@ class ScriptedLLM(LLM):
     @override
     def stream(
         self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
         speculation: object = None,
+        tenant: str = "",
         progress: Callable[[str, float], None] | None = None,
     ) -> Iterator[Delta]:
+        params = sampling_params
         assert params is not None
         assert progress is not None
         progress("reading the prompt", 0.5)

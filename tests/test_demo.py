@@ -365,7 +365,8 @@ def test_a_later_turn_is_asked_behind_the_answer_and_counted_with_the_turns_befo
     takes(setup, monkeypatch, clock, plain_s=1.0, drafted_s=0.5)
     monkeypatch.setattr(LLM, "chat_prompt", lambda _llm, messages: "|".join(each["content"] for each in messages))
     comparison = Comparison(setup, 5, 12, deadline_s=1e6, clock=clock)
-    prompt, asked = DemoPrompt("two turns", "Once", is_chat=True, later=["The dog"]), []
+    prompt: DemoPrompt | None = DemoPrompt("two turns", "Once", is_chat=True, later=["The dog"])
+    asked = list[str]()
     while prompt is not None:
         asked.append(setup.llm.tokenizer.decode(prompt.tokens(setup.llm)))
         steps: list[Step] = []

@@ -16,7 +16,8 @@ import typer
 from typer.testing import CliRunner
 
 from forerun.cli import app
-from test_readme import BLOCK, DOCUMENTS, ROOT
+from kit.checkpoints import ROOT
+from test_readme import BLOCK, DOCUMENTS
 
 NEEDS = ("<!-- needs a download -->", "<!-- needs a server -->")
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

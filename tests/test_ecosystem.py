@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_keywords_of_requests_are_answered_too() -> None:
         partial(llm.chat, chat, chat_template=template),
     ]
 
-    async def ask(**words: object) -> None:
+    async def ask(**words: Any) -> None:
         async with AsyncLLM(llm) as front:
             await front.generate("Once", **words)
 
@@ -67,7 +68,7 @@ def test_keywords_of_requests_are_answered_too() -> None:
 @pytest.mark.parametrize("name", sorted(ALTERNATIVES))
 def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name}: it is not supported: "):
-        SamplingParams(**{name: 1})
+        SamplingParams(**dict[str, Any]({name: 1}))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,11 @@ def test_fields_of_sampling_that_are_not_here_say_what_to_write(name: str) -> No
     ],
 )
 def test_what_asks_for_something_else_is_refused_before_anything_is_loaded(
-    words: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+    words: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.models.loading.Blueprint.load", None)
     with pytest.raises(InvalidRequest, match=message) as refused:
-        LLM(str(TARGET), **words)  # type: ignore[arg-type]
+        LLM(str(TARGET), **words)
     assert len(str(refused.value)) < 250
 
 
@@ -123,7 +124,7 @@ def test_a_wrong_keyword_is_told_the_right_one(wrong: str, right: str | None) ->
     assert refused.value.likely == right
 
 
-CONFIGS: list[tuple[dict[str, object], object, int]] = [
+CONFIGS: list[tuple[dict[str, Any], object, int]] = [
     (NGRAM, "ngram:5", 3),
     ({**NGRAM, "prompt_lookup_max": 4}, "ngram:4", 3),
     ({**NGRAM, "prompt_lookup_max": 4, "prompt_lookup_min": 1, "draft_tensor_parallel_size": 1}, "ngram:4", 3),
@@ -135,7 +136,7 @@ CONFIGS: list[tuple[dict[str, object], object, int]] = [
 
 
 @pytest.mark.parametrize(("config", "draft", "depth"), CONFIGS)
-def test_a_speculative_config_is_a_draft_and_a_depth(config: dict[str, object], draft: object, depth: int) -> None:
+def test_a_speculative_config_is_a_draft_and_a_depth(config: dict[str, Any], draft: object, depth: int) -> None:
     assert read_speculative_config(config) == (draft, Speculation(depth))
     assert drafting_of(None, True, config) == (draft, Speculation(depth))
 

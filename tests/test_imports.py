@@ -59,9 +59,11 @@ def imported_parts(path: Path) -> Iterator[tuple[int, str]]:
     """(line, part) of every import of forerun's own, also those for type checkers and inside functions."""
     for node in ast.walk(parsed(path)):
         names: list[str] = []
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno}: a relative import; write forerun. in full"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         yield from ((node.lineno, name.split(".")[1]) for name in names if name.startswith("forerun."))

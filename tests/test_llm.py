@@ -4,9 +4,10 @@ That drafting changes no token is tested in tests/law; here it is tested of log-
 with different speculation settings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def with_ngrams() -> LLM:
     return LLM(str(TARGET), "ngram", dtype="float32")
 
 
-def params_with(seed: int | None = 0, **others: object) -> SamplingParams:
+def params_with(seed: int | None = 0, **others: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 1.0, "seed": seed, "max_tokens": 16, "ignore_eos": True} | others))
 
 
@@ -51,7 +52,12 @@ def tokens_of(results: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
 def test_results_hold_the_request_and_come_in_the_order_of_the_prompts() -> None:
     """The shortest is finished first, the order is that of the prompts."""
     llm = with_model()
-    prompts = [PROMPTS[0], llm.tokenizer.encode(PROMPTS[1]), tuple(llm.tokenizer.encode(PROMPTS[2])), PROMPTS[3]]
+    prompts: list[str | Sequence[int]] = [
+        PROMPTS[0],
+        llm.tokenizer.encode(PROMPTS[1]),
+        tuple(llm.tokenizer.encode(PROMPTS[2])),
+        PROMPTS[3],
+    ]
     params = [params_with(seed, max_tokens=20 - 5 * seed, logprobs=seed) for seed in range(4)]
     results = llm.generate(prompts, params, speculation=4)
     for prompt, asked, result in zip(prompts, params, results, strict=True):
@@ -78,11 +84,13 @@ def test_prompts_may_be_one_or_several_and_text_or_token_ids() -> None:
     (expected,) = llm.generate(PROMPTS[0], params_with())
     for prompts in ([PROMPTS[0]], ids, tuple(ids), [ids], (tuple(ids),), (PROMPTS[0],)):
         assert llm.generate(prompts, params_with()) == [expected]
-    assert llm.generate([PROMPTS[0], ids], params_with()) == [expected] * 2
-    assert llm.generate([ids, PROMPTS[0]], [params_with(), params_with()]) == [expected] * 2
+    both: list[str | list[int]] = [PROMPTS[0], ids]
+    assert llm.generate(both, params_with()) == [expected] * 2
+    assert llm.generate(both[::-1], [params_with(), params_with()]) == [expected] * 2
     assert llm.generate([], params_with()) == []
     with_defaults = llm.stream(PROMPTS[0])
     assert next(with_defaults).finish_reason is None
+    assert isinstance(with_defaults, Generator)
     with_defaults.close()
 
 
@@ -115,7 +123,7 @@ def test_the_reported_seed_reproduces_the_answer() -> None:
     assert exact_parts(llm.generate(PROMPTS[0], params_with(negative.seed))[0]) == exact_parts(negative)
 
 
-REFUSED: list[tuple[Callable[[LLM], object], type[ForerunError], str]] = [
+REFUSED: list[tuple[Callable[[Any], object], type[ForerunError], str]] = [  # of calls that type checkers refuse, too
     (lambda llm: llm.generate("\ud800"), InvalidRequest, "prompt: .*not valid Unicode"),
     (lambda llm: llm.generate("a " * 9000), PromptTooLong, "prompt: .*maximum context length is 512 tokens.*: shorten"),
     (lambda llm: llm.generate(["The", []]), InvalidRequest, "prompt: it is empty.*give at least one"),
@@ -139,7 +147,7 @@ def test_invalid_requests_are_refused_before_anything_runs(
     assert_empty(llm)
 
 
-BUILDS: list[tuple[dict[str, object], type[ForerunError], str]] = [
+BUILDS: list[tuple[dict[str, Any], type[ForerunError], str]] = [
     ({"draft": "crystal-ball:x"}, UnknownDrafter, "no drafter 'crystal-ball': choose one of .*mtp, ngram"),
     ({"draft": ""}, UnknownDrafter, "draft"),
     ({"draft": 7}, UnknownDrafter, "draft: 7 is neither"),
@@ -169,7 +177,7 @@ BUILDS: list[tuple[dict[str, object], type[ForerunError], str]] = [
 
 @pytest.mark.parametrize(("settings", "kind", "message"), BUILDS, ids=lambda value: str(value)[:40])
 def test_invalid_settings_are_refused_with_a_remedy(
-    settings: dict[str, object], kind: type[ForerunError], message: str
+    settings: dict[str, Any], kind: type[ForerunError], message: str
 ) -> None:
     with unchecked(), pytest.raises(kind, match=message):
         LLM(str(TARGET), **({"dtype": "float32"} | settings))
@@ -200,6 +208,7 @@ def test_closing_a_stream_frees_everything(make: Callable[[], LLM], num_read: in
     read = [next(stream) for _ in range(num_read)]
     assert all(delta.finish_reason is None for delta in read)
     assert llm.engine.has_work == (num_read > 0)
+    assert isinstance(stream, Generator)
     stream.close()
     assert_empty(llm)
     assert list(stream) == []

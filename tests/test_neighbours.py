@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -89,8 +90,21 @@ def test_a_busy_program_is_noticed() -> None:
 
 
 def run_of(depth: int, num_busy: float | None) -> BenchRun:
-    counts = {"num_tokens": 8, "num_decoded": 7, "num_passes": 7, "num_rounds": 7, "num_drafted": 7, "num_accepted": 3}
-    seconds = {"first_s": 0.1, "total_s": 2.0, "decode_s": 1.0 + depth, "pass_s": 0.5, "draft_pass_s": 0.1}
+    counts: dict[str, Any] = {
+        "num_tokens": 8,
+        "num_decoded": 7,
+        "num_passes": 7,
+        "num_rounds": 7,
+        "num_drafted": 7,
+        "num_accepted": 3,
+    }
+    seconds: dict[str, Any] = {
+        "first_s": 0.1,
+        "total_s": 2.0,
+        "decode_s": 1.0 + depth,
+        "pass_s": 0.5,
+        "draft_pass_s": 0.1,
+    }
     return BenchRun(
         depth=depth, repetition=0, **counts, **seconds, offered_at_depth=(7,), accepted_at_depth=(3,), full_pass_s=0.1,
         full_draft_s=0.1, num_ngrams=1, num_distinct=1, answers=("a",), peak_bytes=None, num_busy=num_busy,
@@ -101,9 +115,9 @@ def run_of(depth: int, num_busy: float | None) -> BenchRun:
 def test_a_disturbed_benchmark_is_marked_in_the_line_of_the_figure(plain: float | None, drafted: float) -> None:
     """A ratio is as uncertain as the more disturbed of its two figures."""
     figures = group_figures(Group("code", 1, 0.0), [run_of(0, plain), run_of(1, drafted)])
-    console = Console(width=120, file=io.StringIO())
-    console.print(table(figures))
-    (line,) = [line for line in console.file.getvalue().splitlines() if "0.50" in line]
+    file = io.StringIO()
+    Console(width=120, file=file).print(table(figures))
+    (line,) = [line for line in file.getvalue().splitlines() if "0.50" in line]
     assert ("disturbed" in line) == (BUSY in (plain, drafted))
 
 

@@ -2,9 +2,11 @@
 
 import io
 import sys
+import time
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 from typing_extensions import override
 
 from forerun import progress
@@ -22,7 +24,7 @@ class Terminal(io.StringIO):
 def shown_by(bar: bool, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, num_steps: int = 10) -> str:
     """The output of so many steps that take a second each."""
     clock = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(sys, "stderr", stream)
     with progress.reporting(None, bar) as report:
         for step in range(1, num_steps + 1):
@@ -51,9 +53,9 @@ def test_a_callback_gets_every_step_instead(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_bar_is_drawn_ten_times_a_second_at_most_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, drawn = [100.0], list[float]()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress.Progress, "update", lambda _bar, _task, completed, **_: drawn.append(completed))
+    monkeypatch.setattr(Progress, "update", lambda _bar, _task, completed, **_: drawn.append(completed))
     with progress.reporting(None, True) as report:
         clock[0] += progress.PATIENCE_S
         for step in range(1, 1001):
@@ -74,7 +76,7 @@ def test_the_bar_is_removed_when_the_work_fails(monkeypatch: pytest.MonkeyPatch)
 
 def test_long_work_writes_its_progress_to_a_file_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = [100.0], io.StringIO()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with progress.LoadingBar(Console(file=file), lines_s=30.0) as bar:
         for step in range(1, 101):
             clock[0] += 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 from typer.testing import CliRunner
 
 from forerun import cli

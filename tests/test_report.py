@@ -16,9 +16,9 @@ def made(num_columns: int) -> FigureTable:
 
 
 def shown(table: FigureTable | Table, width: int) -> list[str]:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(table)
-    return console.file.getvalue().splitlines()
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(table)
+    return file.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("num_columns", [1, 2, 9])

@@ -18,7 +18,7 @@ NEEDED = {
     "train": ["draft", "--data", "p.txt"],
     "convert": ["source", "--to", "eagle", "--out", "out"],
 }
-TUNED = {
+TUNED: dict[str, str | int | float | bool] = {
     "model": 'a "model",\x7f of \\ mine',
     "quantize": "int8",
     "kernels": "torch",

@@ -4,7 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -121,7 +121,7 @@ def test_a_speculation_takes_its_sizes_from_the_tree() -> None:
     assert Speculation(3, 2, 5, tree=tree) == speculation
     for name, value in (("depth", 2), ("width", 3), ("nodes", 4)):
         with pytest.raises(InvalidRequest, match=f"speculation.{name}: {value} is not the tree's") as caught:
-            Speculation(**{name: value}, tree=tree)
+            Speculation(**dict[str, Any]({name: value}), tree=tree)
         assert caught.value.field == f"speculation.{name}"
     with unchecked(), pytest.raises(InvalidRequest, match="use a StaticTree"):
         Speculation(tree=SMALL)  # type: ignore[arg-type]

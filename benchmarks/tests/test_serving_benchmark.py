@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from benchmarks.options import options_of
+from benchmarks.peers.checkpoints import Material
 from benchmarks.peers.place import Place
 from benchmarks.peers.protocol import Setup
 from benchmarks.processes import ROOT, ServerProcess, StepFailed, free_port
@@ -21,7 +22,7 @@ from benchmarks.serving.race import Grid, ServingRace
 from benchmarks.serving.tables import different_answers, markdown, picture, rows, verdict
 
 from forerun.bench.material import Passage
-from forerun.demo.material import DRAFT, TARGET
+from forerun.models.bundled import DRAFT, TARGET
 from forerun.traffic.client import TimedAnswer
 
 FAKE = """
@@ -171,6 +172,7 @@ def test_ratios_are_formed_within_a_repetition_and_the_verdict_names_the_least()
     assert [(row.concurrency, row.contender) for row in table] == list(seconds)
     ratios = [row.ratio.median for row in table if row.ratio]
     assert ratios == pytest.approx([2.0, 1.0, 4.0, 0.5, 1.0])
+    assert table[0].tokens_per_s is not None
     assert table[0].tokens_per_s.median == pytest.approx(20 / 3)
     assert (table[2].first_p95_s, table[2].latency_p50_s) == (1.0, 2.0)
     assert table[0].num_failed == 3
@@ -243,7 +245,7 @@ def local(start: Callable[..., Any]) -> Callable[..., Any]:
     """`start` with the bundled models, which need no widening."""
 
     def started(options: Options, material: object, name: str) -> Any:
-        own = command_line.Material(Path(TARGET), Path(DRAFT), [])
+        own = Material(Path(TARGET), Path(DRAFT), [])
         return start(options, own, name)
 
     return started
@@ -253,8 +255,8 @@ def local(start: Callable[..., Any]) -> Callable[..., Any]:
 def test_forerun_is_measured_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    material = command_line.Material(tmp_path, tmp_path, [])
-    monkeypatch.setattr(command_line.Material, "make", lambda folder: material)
+    material = Material(tmp_path, tmp_path, [])
+    monkeypatch.setattr(Material, "make", lambda folder: material)
     monkeypatch.setattr(command_line, "start", local(command_line.start))
     picture, output = tmp_path / "load.svg", tmp_path / "load.json"
     options = ["--folder", str(tmp_path), "--peers", "", "--concurrency", "1,2", "--answer-tokens", "8"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks.simulate import __main__ as command
 from benchmarks.simulate.check import check
-from benchmarks.simulate.predict import DraftShape, Setting, chain, saved_prediction, tree
+from benchmarks.simulate.predict import DraftShape, Setting, chain, saved_controller, saved_prediction, tree
 from benchmarks.simulate.roofline import CARDS, Card, Constants, Machine, Shape, config_named, drafter_of
 
 from forerun.control.costs import Kind
@@ -52,8 +52,9 @@ def test_without_acceptance_plain_decoding_is_chosen(card: str, batch: int) -> N
 @pytest.mark.parametrize("draft", ["ngram", "eagle3", "model:llama-3.2-1b"])
 @pytest.mark.parametrize("batch", [1, 8, 128])
 def test_speed_ups_grow_with_acceptance_and_are_never_below_plain(draft: str, batch: int) -> None:
-    for shapes in ((lambda rate: [chain([rate], 16)]), (lambda rate: [tree([rate], 4, 4, 16, 0.5)])):
-        speed_ups = [setting(draft).predict(batch, shapes(step / 10)).speed_up for step in range(11)]
+    rates = [step / 10 for step in range(11)]
+    for shapes in ([chain([rate], 16) for rate in rates], [tree([rate], 4, 4, 16, 0.5) for rate in rates]):
+        speed_ups = [setting(draft).predict(batch, [shape]).speed_up for shape in shapes]
         assert speed_ups == sorted(speed_ups)
         assert speed_ups[0] == 1.0 < speed_ups[-1]
 
@@ -109,8 +110,7 @@ def test_long_contexts_keep_large_batches_bound_by_memory() -> None:
 def test_a_card_that_is_faster_in_everything_changes_no_ratio(cards: int) -> None:
     card, factor = CARDS["H100"], 3.0
     flops = {bits: factor * each for bits, each in card.flops.items()}
-    rates = (factor * each for each in (card.memory_bytes_per_s, card.link_bytes_per_s))
-    faster = Card(card.memory_bytes, *rates, flops)
+    faster = Card(card.memory_bytes, factor * card.memory_bytes_per_s, factor * card.link_bytes_per_s, flops)
     names = ("layer_s", "host_s", "drafted_s", "step_s", "sum_s")
     sooner = replace(Constants(), **{name: getattr(Constants(), name) / factor for name in names})
     slow = setting(cards=cards)
@@ -193,7 +193,8 @@ def test_trees_are_the_best_of_all_trees(nodes: int) -> None:
     ]
     best = max(sum(map(chance, subset)) for subset in whole)
     built = tree(rates, depth, width, nodes, spread)
-    assert (sum(built.survival), built.nodes) == (pytest.approx(best), nodes)
+    assert sum(built.survival) == pytest.approx(best)
+    assert built.nodes == nodes
     assert tree(rates, depth, width, 100, spread).nodes == len(paths)
 
 
@@ -206,7 +207,7 @@ def test_saved_costs_give_the_engines_forecast(tmp_path: Path) -> None:
         engine.costs.record(Kind.of(4, 0), num_tokens, passes.expect(num_tokens))
     file = tmp_path / "rounds.json"
     file.write_text(json.dumps(as_json(engine)))
-    row = saved_prediction(command.saved_controller(file), 4)
+    row = saved_prediction(saved_controller(file), 4)
     expected = forecast((saved := from_json(as_json(engine), ["alone"])).costs, saved.drafters, 4)
     assert expected is not None
     assert (row["depth"], row["speed_up"]) == (expected.depth, expected.gain)
@@ -247,7 +248,7 @@ def test_wrong_names_and_files_are_refused(tmp_path: Path) -> None:
         drafter_of("owl", CONFIG)
     (tmp_path / "rounds.json").write_text("[]")
     with pytest.raises(SystemExit, match="an engine saved"):
-        command.saved_controller(tmp_path / "rounds.json")
+        saved_controller(tmp_path / "rounds.json")
 
 
 def test_only_the_sum_of_survival_counts_where_the_depth_is_fixed() -> None:

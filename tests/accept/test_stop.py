@@ -10,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from forerun.accept.stop import Piece, StopChecker
+from forerun.accept.stop import StopChecker
 from forerun.errors import InvalidRequest
 from forerun.sampling.params import SamplingParams
+from forerun.text.detokenize import Piece
 from forerun.text.tokenizer import Tokenizer
 from kit.checkpoints import TARGET
 

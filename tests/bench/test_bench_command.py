@@ -139,7 +139,7 @@ def test_a_token_that_is_not_the_recorded_one_fails_the_command(
 def test_an_interrupted_benchmark_says_how_to_continue_and_continues(
     run: Callable[..., Result], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, made = BenchSetup.run, []
+    real, made = BenchSetup.run, list[tuple[object, ...]]()
 
     def counting(self: BenchSetup, *what: object) -> object:
         if len(made) == 2:
@@ -155,7 +155,7 @@ def test_an_interrupted_benchmark_says_how_to_continue_and_continues(
     (state,) = (files / "cache/forerun/bench").iterdir()
     assert "resumes after 2 measurements" in stopped.stderr
     assert str(state) in stopped.stderr
-    made[:] = [None] * -4  # none so far, and never two
+    made.clear()
     monkeypatch.setattr(BenchSetup, "run", lambda self, *what: made.append(what) or real(self, *what))
     ended = run(*arguments)
     assert ended.exit_code == 0, ended.output
@@ -226,9 +226,9 @@ def made_report(figures: GroupFigures) -> BenchReport:
 
 def shown(report: BenchReport, width: int = 80) -> str:
     """The card."""
-    console = Console(file=io.StringIO(), width=width)
-    console.print(bench_card(report))
-    return console.file.getvalue()
+    file = io.StringIO()
+    Console(file=file, width=width).print(bench_card(report))
+    return file.getvalue()
 
 
 def test_the_card_fits_80_columns_and_prints_the_figures() -> None:

@@ -48,7 +48,10 @@ def check_slots(cache: PagedCache, first: int, tokens: Sequence[int]) -> None:
 def tokens_up_to(kept: CachedBlock) -> list[int]:
     """The text that ends with a cached block."""
     before = [] if kept.parent is None else tokens_up_to(kept.parent)
-    return before if kept.parent is None else [*before, *array("i", kept.key)]
+    if kept.parent is None:
+        return before
+    assert isinstance(kept.key, bytes)
+    return [*before, *array("i", kept.key)]
 
 
 class Oracle:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_a_default_context_is_shortened_for_drafters_to_a_usual_length_at_least(
 
 
 def test_planned_bytes_are_those_of_real_caches():
-    shape = {"layers": 2, "kv_heads": 3, "head_dim": 8, "dtype": torch.bfloat16}
+    shape: dict[str, Any] = {"layers": 2, "kv_heads": 3, "head_dim": 8, "dtype": torch.bfloat16}
     each = PagedCache.bytes_per_token(**shape)
     model = ModelMemory(0, each, 0, 4096)
     got = plan_memory(model, {"model": model}, max_model_len=100, max_num_seqs=3, budget_bytes=10**7)
@@ -211,7 +212,14 @@ def test_planned_bytes_are_those_of_real_caches():
 def test_the_planned_sequences_fit_into_the_cache():
     model = ModelMemory(0, 10, 0, 4096)
     got = plan(target=model, max_model_len=30, max_num_seqs=9, tail_tokens=5, budget_bytes=2000)
-    shape = {"layers": 1, "kv_heads": 1, "head_dim": 1, "dtype": torch.int8, "block_size": BLOCK, "key_pad": PAD}
+    shape: dict[str, Any] = {
+        "layers": 1,
+        "kv_heads": 1,
+        "head_dim": 1,
+        "dtype": torch.int8,
+        "block_size": BLOCK,
+        "key_pad": PAD,
+    }
     cache = PagedCache(**shape, num_tokens=got.cache_tokens)
     num_plain, num_speculative = got.num_sequences_plain, got.num_sequences_speculative
     assert (num_plain, num_speculative) == (6, 5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from forerun.commands import answer_file, batch
+from forerun.commands import batch
 from forerun.commands.answer_file import AnswerFile
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
@@ -130,11 +130,11 @@ def test_a_full_disk_loses_no_finished_answer(
         left -= done
         return done
 
-    monkeypatch.setattr(answer_file.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     full = run()
     assert full.exit_code == 2
     assert full.stderr.startswith(f"error: output: {file} cannot be written (No space left on device)")
-    monkeypatch.setattr(answer_file.os, "write", real)
+    monkeypatch.setattr(os, "write", real)
     kept = file.read_bytes()
     assert kept.endswith(b"\n")
     assert all(line + b"\n" in whole for line in kept.splitlines())

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+from typer.testing import Result
 
 from forerun.errors import ModelError
 from forerun.llm import LLM

@@ -7,6 +7,7 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -14,7 +15,7 @@ from forerun import cli
 from kit.checkpoints import ROOT, TARGET
 from kit.engines import PATIENCE_S
 from kit.machines import FIRST, INSIDE, needs_namespaces, two_machines
-from kit.servers import httpx, library_answer, until
+from kit.servers import library_answer, until
 
 
 def asked(line: list[str]) -> Any:

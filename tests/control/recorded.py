@@ -48,7 +48,8 @@ class Recording:
         times = RECORDINGS[self.name][str(rows)]
 
         def seconds(part: str, size: int) -> float:
-            return 1e-6 * float(np.interp(size, *zip(*times[part], strict=True)))
+            sizes, micros = zip(*times[part], strict=True)
+            return 1e-6 * float(np.interp(size, sizes, micros))
 
         return seconds("draft_us", depth), seconds("pass_us", num_tokens)
 

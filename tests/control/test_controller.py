@@ -22,7 +22,7 @@ FREE_SLOTS = st.lists(st.integers(0, BLOCK_SIZE - 1), min_size=8, max_size=8)  #
 
 def fixed_budgets(rows: list[Row], free_slots: list[int], num_blocks: int) -> list[Budget]:
     """The budgets of `FixedDepth` for sequences with these free cache slots, and so many free blocks for all."""
-    speculations, rooms, limits = ([row[i] for row in rows] for i in range(3))
+    speculations, rooms, limits = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
     spare = Spare(dict(enumerate(free_slots)), num_blocks, BLOCK_SIZE)
     load = Load(list(range(len(rows))), speculations, rooms, 0)
     outlook = Outlook([0] * len(rows), limits)

@@ -219,8 +219,8 @@ def test_tokens_beyond_the_largest_measured_pass_cost_at_least_as_much_as_prefil
         for num_tokens in (8, 9, 12):
             costs.record(kind, num_tokens, 0.06 + 0.002 * (num_tokens - 8))
         costs.record_reading(kind, 8, 8 + 500, 0.06 + token_s * 500)
-    for num_tokens in (1, 8, 8.5, 9, 12):
-        assert costs.of_rows(kind).expect(num_tokens) == costs.of(kind).expect(num_tokens)
+    for mean_tokens in (1, 8, 8.5, 9, 12):
+        assert costs.of_rows(kind).expect(mean_tokens) == costs.of(kind).expect(mean_tokens)
     assert costs.of_rows(kind).expect(40) == pytest.approx(0.068 + max(token_s, 0.002) * 28, rel=0.02)
 
 

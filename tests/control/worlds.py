@@ -70,7 +70,7 @@ class World:
             return by_member[NAMES[0]]
         return Outlook([0] * batch, [AMPLE] * batch, drafters=by_member)
 
-    def runs(self, depth: int, num_accepted: int, dice: random.Random) -> Sequence[Run]:
+    def runs(self, depth: int, num_accepted: int, dice: random.Random) -> list[Run]:
         """Draw each member's run in a merged tree of this depth of which `num_accepted` draft tokens were accepted."""
         runs = []
         for rate in self.rates:

@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from kit.checkpoints import SMALL, TARGET
 from kit.drafters import FixedLength, Stateless
-from kit.engines import CountingRunner
+from kit.engines import CountingRunner, counting
 from kit.texts import VOCAB, story
 
 LENGTHS = range(8)
@@ -119,7 +120,8 @@ def test_with_penalties_and_processors_it_drafts_what_its_judge_would_draft_alon
         return logits
 
     params = SamplingParams(temperature=0.9, frequency_penalty=1.5, repetition_penalty=1.2, top_k=40, seed=3)
-    for more in ({}, {"logits_processors": [banned_after_itself]}, {"min_tokens": 4}):
+    changes: list[dict[str, Any]] = [{}, {"logits_processors": [banned_after_itself]}, {"min_tokens": 4}]
+    for more in changes:
         draws = draws_of(ROWS, VOCAB)
         rows = [type(r)(r.seq_id, SamplingParams(**{**vars_of(params), **more}), 9, 0, r.tokens, 1) for r in draws.rows]
         alone = observed(model(large), ROWS).propose(Draws(rows, VOCAB), CHAINS)
@@ -129,7 +131,7 @@ def test_with_penalties_and_processors_it_drafts_what_its_judge_would_draft_alon
     assert seen
 
 
-def vars_of(params: SamplingParams) -> dict[str, object]:
+def vars_of(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in ("temperature", "frequency_penalty", "repetition_penalty", "top_k")}
 
 
@@ -140,16 +142,16 @@ def test_a_good_lower_member_saves_passes(large: Runner, length: int) -> None:
     drafter = observed(cascade(model(large), judge, length), [row])
     draws = draws_of([row], VOCAB, temperature=1.0)
     drafter.propose(draws, [Budget(1)])  # the prompt
-    passes, read = judge.runner.num_passes, judge.runner.num_read
+    passes, read = counting(judge.runner).num_passes, counting(judge.runner).num_read
     depth = 8
     chain = chains_of(drafter.propose(draws, [Budget(depth)]))[0]
     assert len(chain) == depth + 1
-    assert judge.runner.num_passes - passes == -(-depth // (length + 1))
-    assert judge.runner.num_read - read == depth  # the root and all but the last, each of them once
+    assert counting(judge.runner).num_passes - passes == -(-depth // (length + 1))
+    assert counting(judge.runner).num_read - read == depth  # the root and all but the last, each of them once
     drafter.observe(committed([Row(0, [*row.text, *chain[1:], 99])], [len(row.text) - 1]))
-    read = judge.runner.num_read
+    read = counting(judge.runner).num_read
     drafter.propose(draws_of([Row(0, [*row.text, *chain[1:], 99])], VOCAB, temperature=1.0), [Budget(1)])
-    assert judge.runner.num_read - read == 2  # the last draft token, which was not read yet, and the root
+    assert counting(judge.runner).num_read - read == 2  # the last draft token, which was not read yet, and the root
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -167,7 +169,7 @@ def test_if_the_lower_member_costs_time_the_judge_drafts_alone_in_one_call(
         lengths.time(RoundTiming(4, 9.0, 5, 0.01))
     found = drafter.propose(draws, BUDGETS)
     assert chains_of(found) == chains_of(alone)
-    assert lower.runner.num_passes == 0
+    assert counting(lower.runner).num_passes == 0
     if not rejection:
         assert found.tree.q is None
         return
@@ -191,11 +193,13 @@ def test_a_lower_model_reads_emitted_tokens_once(small: Runner, large: Runner) -
     drafter = observed(cascade(lower, model(large), 1), [row])
     draws = draws_of([row], VOCAB, temperature=1.0)
     drafter.propose(draws, [Budget(2)])
-    read, passes = lower.runner.num_read, lower.runner.num_passes
+    read, passes = counting(lower.runner).num_read, counting(lower.runner).num_passes
     drafter.propose(draws, [Budget(12)])
-    num_rounds = lower.runner.num_passes - passes
+    num_rounds = counting(lower.runner).num_passes - passes
     assert num_rounds >= 6
-    assert lower.runner.num_read - read <= 2 * num_rounds  # the root, and the token that replaced a rejected one
+    assert (
+        counting(lower.runner).num_read - read <= 2 * num_rounds
+    )  # the root, and the token that replaced a rejected one
 
 
 def test_a_cascade_stays_within_its_judges_context(small: Runner, large: Runner) -> None:
@@ -233,8 +237,10 @@ def test_with_too_little_cache_drafts_are_shallower_or_the_lower_members(small: 
             assert num_tokens or found == alone
             assert [len(chain) for chain in found] == [13] * 4 or min(num_tokens, num_lower) < 2048
             for member in (drafter.lower, drafter.judge):
+                assert isinstance(member, ModelDrafter)
                 member.runner.cache.check()
             drafter.forget(range(4))
+            assert isinstance(drafter.judge, ModelDrafter)
             assert drafter.judge.runner.cache.num_free_tokens == num_tokens
 
 

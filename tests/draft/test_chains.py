@@ -79,7 +79,7 @@ def cached(drafter: ModelDrafter, seq_id: int) -> Tensor:
 
 def rounds(
     way: str, blueprint: Blueprint, vocab: int, min_survivals: Sequence[float] = (0.0,)
-) -> list[tuple[Draft, list[Tensor], list[object]]]:
+) -> list[tuple[Draft, list[Tensor], list[dict[tuple[int, int], int]]]]:
     """Random rounds of several sequences: drafts, and the state they left in the cache and the drafter."""
     rng, drafter, found = random.Random(5), drafter_of(blueprint, way, vocab), []
     texts = {seq_id: [rng.randrange(vocab - 3) % VOCAB for _ in range(3 + 7 * seq_id)] for seq_id in range(4)}

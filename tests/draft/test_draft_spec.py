@@ -23,7 +23,7 @@ from forerun.models.loading import Blueprint
 from kit.checkpoints import SMALL, TARGET
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}(-[a-z0-9]{1,4})?", fullmatch=True)
-ARGUMENTS = st.text(st.characters(exclude_characters='"', exclude_categories=("C",)), min_size=1, max_size=12)
+ARGUMENTS = st.text(st.characters(exclude_characters='"', exclude_categories=["C"]), min_size=1, max_size=12)
 SPELLED = st.recursive(
     st.tuples(NAMES, st.none() | ARGUMENTS, st.just(())),
     lambda inner: st.tuples(NAMES, st.none(), st.lists(inner, min_size=1, max_size=3).map(tuple)),
@@ -167,8 +167,10 @@ def test_a_cascade_plans_for_all_of_its_members(context: DraftContext) -> None:
     found, drafter = [], plan.build(sizes, None, context.target.load(64))
     for _ in range(3):
         assert isinstance(drafter, CascadeDrafter)
+        assert isinstance(drafter.judge, ModelDrafter)
         found.append(drafter.judge.runner.cache.blocks.num_blocks * 64)
         drafter = drafter.lower
+    assert isinstance(drafter, ModelDrafter)
     assert [drafter.runner.cache.blocks.num_blocks * 64, *found[::-1]] == [64, 128, 192, 256]
 
 
@@ -187,7 +189,8 @@ def test_a_mix_plans_for_all_of_its_members(context: DraftContext) -> None:
     assert drafter.names == ("ngram", small, f"cascade[ngram,{small}]", f"{small} (2)", "merged")
     _, first, cascade, last = drafter.members
     assert isinstance(cascade, CascadeDrafter)
-    assert [m.runner.cache.blocks.num_blocks * 64 for m in (first, cascade.judge, last)] == [64, 128, 192]
+    models = [member for member in (first, cascade.judge, last) if isinstance(member, ModelDrafter)]
+    assert [member.runner.cache.blocks.num_blocks * 64 for member in models] == [64, 128, 192]
 
 
 def test_a_draft_model_with_other_ids_is_translated(context: DraftContext, tmp_path: Path) -> None:

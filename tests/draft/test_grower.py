@@ -194,7 +194,7 @@ Tree = dict[tuple[int, ...], float]  # survival by path, in the order in which p
 def all_paths(draws: Draws, row: int, text: Sequence[int], budget: Budget, tied: bool) -> Tree:
     """Every path that the budget's depth, width and min_survival allow."""
     found: Tree = {}
-    level = {(): 1.0}
+    level: Tree = {(): 1.0}
     for _ in range(budget.depth):
         paths = list(level)
         if not paths:
@@ -300,7 +300,7 @@ def test_a_static_tree_has_its_shape(
     assert len(expected) == (budget.nodes if expected else 0)
     if rejection and expected:
         assert tree.q is not None
-        for node, path in found.items():
-            ranks = [other[-1] for other in expected if other[:-1] == path]
+        for node, ranked in found.items():
+            ranks = [other[-1] for other in expected if other[:-1] == ranked]
             in_turn = ranks == list(range(len(ranks))) and bool(ranks) and temperature > 0
             assert (tree.q.row[1, node] >= 0) == in_turn, "a law is declared if all tokens drawn from it are there"

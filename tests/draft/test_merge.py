@@ -33,7 +33,7 @@ EXACT = 1e-12
 
 def random_tree(rng: random.Random, num: int, vocab: int, member: int, chance: Callable[[Path], float]) -> HostTree:
     """A tree of up to `num` nodes below root 0, each with the survival that `chance` gives its path."""
-    tree, paths = mixed_root(0, member), [()]
+    tree, paths = mixed_root(0, member), [Path()]
     for _ in range(num):
         parent = rng.randrange(len(paths))
         path = (*paths[parent], rng.randrange(vocab))
@@ -112,7 +112,7 @@ def expected_accepted(tree: HostTree, law: Model, root: int, vocab: int, depth: 
 
 def cut_short(trees: Sequence[HostTree], budget: Budget) -> HostTree:
     """The mutant: all of the first member's tree before anything of the second's."""
-    merged, paths = mixed_root(0, -1), [()]
+    merged, paths = mixed_root(0, -1), [Path()]
     for tree in trees:
         for path in tree.paths()[1:]:
             if path not in paths and len(merged.tokens) <= budget.nodes:

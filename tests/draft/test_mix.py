@@ -223,7 +223,7 @@ def test_a_member_that_is_seldom_accepted_counts_less_in_merged_trees() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_judged_run_is_what_a_walk_through_the_tree_finds(seed: int) -> None:
-    rng, tree, paths = random.Random(seed), mixed_root(0, 0), [()]
+    rng, tree, paths = random.Random(seed), mixed_root(0, 0), [tuple[int, ...]()]
     for _ in range(rng.randint(0, 8)):
         parent = rng.randrange(len(paths))
         path = (*paths[parent], rng.randrange(3))
@@ -339,12 +339,16 @@ def resumed(engine: Engine) -> list[PartialPass]:
     found, read = list[PartialPass](), engine.runner.read
 
     def counted(
-        reads: Sequence[Read], taps: Sequence[int], drawn: DeviceTokens | None, begun: PartialPass | None
+        reads: Sequence[Read],
+        taps: Sequence[int] = (),
+        drawn: DeviceTokens | None = None,
+        partial: PartialPass | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> Outputs:
-        found.extend([] if begun is None else [begun])
+        found.extend([] if partial is None else [partial])
         left = [engine.runner.cache.tail(r.seq_id) if r.seq_id in engine.runner.cache else 0 for r in reads]
-        assert left == ([0] * len(reads) if begun is None else begun.counts)
-        return read(reads, taps, drawn, begun)
+        assert left == ([0] * len(reads) if partial is None else partial.counts)
+        return read(reads, taps, drawn, partial, inputs)
 
-    engine.runner.read = counted
+    engine.runner.read = counted  # type: ignore[method-assign]
     return found

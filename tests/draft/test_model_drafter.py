@@ -18,10 +18,10 @@ from forerun.draft.model.model import ModelDrafter
 from forerun.models.chains import Chains
 from forerun.models.decoder import Outputs
 from forerun.models.loading import Blueprint
-from forerun.models.runner import DeviceTokens, Read, Runner
+from forerun.models.runner import Read, Runner
 from kit.assertions import assert_same
 from kit.checkpoints import SMALL
-from kit.engines import CountingRunner
+from kit.engines import CountingRunner, counting
 from kit.texts import VOCAB, random_text
 from law.fuzz import rows_of
 
@@ -80,11 +80,11 @@ def test_accepted_draft_tokens_are_not_read_again(blueprint: Blueprint) -> None:
     chain = propose(drafter, [Row(0, text)], [Budget(4)]).tree.tokens[0, 1:].tolist()
     for accepted, reread in ((4, 1), (2, 0), (0, 0)):
         more = [*text, *chain[:accepted], 77]
-        before = drafter.runner.num_read
+        before = counting(drafter.runner).num_read
         drafter.observe(committed([Row(0, more)], [len(text) - 1]))
         chain = propose(drafter, [Row(0, more)], [Budget(4)]).tree.tokens[0, 1:].tolist()
         assert (
-            drafter.runner.num_read - before == reread + 1 + 3
+            counting(drafter.runner).num_read - before == reread + 1 + 3
         )  # the last draft token, the root, draft tokens but the last
         text = more
 
@@ -97,9 +97,9 @@ def test_accepted_nodes_of_trees_are_not_read_again(blueprint: Blueprint) -> Non
     for node in range(1, draft.tree.tokens.shape[1]):
         drafter, path_tokens = make(blueprint), [token for token in paths[node] if token >= 0]
         drafter.observe(committed([Row(0, text)]))
-        before = drafter.runner.num_read
+        before = counting(drafter.runner).num_read
         propose(drafter, [Row(0, text)], [budget])
-        left_out += drafter.runner.num_read - before - len(text) - len(parents - {-1, 0})
+        left_out += counting(drafter.runner).num_read - before - len(text) - len(parents - {-1, 0})
         drafter.observe(committed([Row(0, [*text, *path_tokens, 7])], [len(text) - 1]))
         assert drafter.unread(0) in ([], path_tokens[-1:])
         runner, length = blueprint.load(512), drafter.runner.length(0)
@@ -188,9 +188,9 @@ def test_a_draft_reports_the_time_of_its_passes(
             now_s += took_s[-1]
 
         @override
-        def read(self, reads: Sequence[Read], taps: Sequence[int] = (), drawn: DeviceTokens | None = None) -> Outputs:
+        def read(self, reads: Sequence[Read], *rest: Any, **more: Any) -> Outputs:
             self.take()
-            return super().read(reads, taps, drawn)
+            return super().read(reads, *rest, **more)
 
         @override
         def draw_chains(self, *arguments: Any) -> Chains | None:
@@ -283,9 +283,9 @@ def test_a_judge_does_not_read_the_common_prefix_of_chains_again(loaded: Runner)
         ([32, 1], [], 1),
         ([32], [1, 1, 1], 4),
     ):
-        before = judge.runner.num_read
+        before = counting(judge.runner).num_read
         judge.judge([ChainToJudge(0, late, draft_tokens)])
-        assert judge.runner.num_read - before == num_read
+        assert counting(judge.runner).num_read - before == num_read
 
 
 def test_chains_without_cache_space_are_not_judged(loaded: Runner) -> None:

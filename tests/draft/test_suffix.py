@@ -46,9 +46,10 @@ def chances(
     path: Path, text: Sequence[int], past: Sequence[Sequence[int]], depth: int, table: NgramTable | None
 ) -> dict[int, float]:
     """The probability of each continuation of text and path, by counting, the likeliest first."""
-    whole, contexts = (*text, *path), []
-    for source, (texts, times) in enumerate(((past, 1), ([text], 1 if path else 2))):
-        lengths = [n for n in range(1, min(depth, len(whole) + 1)) if occurrences(texts, whole[-n:]) >= times]
+    whole = (*text, *path)
+    contexts: list[tuple[int, int, Sequence[Sequence[int]]]] = []
+    for source, (texts, least) in enumerate(((past, 1), ([text], 1 if path else 2))):
+        lengths = [n for n in range(1, min(depth, len(whole) + 1)) if occurrences(texts, whole[-n:]) >= least]
         longest = max(lengths, default=0)
         contexts += [(n, source, texts) for n in {longest, longest // 2} if n]
     counts = []

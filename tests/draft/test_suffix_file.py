@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -222,7 +223,7 @@ class Full(FileIO):
     """A file on a disk that is nearly full."""
 
     @override
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         return super().write(data[: len(data) // 2])
 
 

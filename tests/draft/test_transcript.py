@@ -139,6 +139,8 @@ def test_special_tokens_are_translated_by_meaning_and_end_a_word() -> None:
     stories, other = (v.tokenizer for v in (transcriber_.target, transcriber_.drafter))
     one, two = stories.encode("Once upon"), stories.encode("a time")
     begin, end, unknown = stories.bos_token_id, stories.eos_token_id, 0
+    assert begin is not None
+    assert end is not None
     _, drafter_tokens = transcribed(transcriber_, [[begin, *one, end, *two], [unknown, *two]])
     texts = [other.encoder(inside=i > 0)(t) for i, t in enumerate(("Once upon", " a time", " a time"))]
     assert drafter_tokens == [other.bos_token_id, *texts[0], other.eos_token_id, *texts[1], *texts[2]]
@@ -151,9 +153,9 @@ def test_special_tokens_are_translated_by_meaning_and_end_a_word() -> None:
 def test_the_drafters_begin_token_is_added_once() -> None:
     target, drafter_tokens = Tokenizer.load(TARGET), byte_level(330)
     drafter_tokens._backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    transcriber_ = Transcriber(
-        Vocabulary(target, 512, [2]), Vocabulary(drafter_tokens, drafter_tokens.num_ids, [drafter_tokens.eos_token_id])
-    )
+    assert drafter_tokens.eos_token_id is not None
+    vocabulary = Vocabulary(drafter_tokens, drafter_tokens.num_ids, [drafter_tokens.eos_token_id])
+    transcriber_ = Transcriber(Vocabulary(target, 512, [2]), vocabulary)
     text = target.encode("Once")
     assert transcriber_.drafter.front == [drafter_tokens.bos_token_id]
     for tokens in (text, [1, *text]):

@@ -300,7 +300,7 @@ def test_forced_tokens_that_the_drafter_lacks_are_drafted_all_the_same(
     unshared = sorted(set(range(3, VOCAB)) - set(shared_ids(transcriber.target, transcriber.drafter)))[:5]
     assert len(unshared) > 2
 
-    def only_unshared(text: list[int], logits: Tensor) -> Tensor:
+    def only_unshared(text: Sequence[int], logits: Tensor) -> Tensor:
         forced = torch.full_like(logits, -math.inf)
         forced[unshared] = torch.arange(len(unshared), dtype=logits.dtype) * 0.1
         return forced

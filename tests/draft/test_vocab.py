@@ -60,6 +60,7 @@ def test_text_encoded_inside_has_no_leading_blank_and_no_special_tokens(name: st
 def test_shared_tokens_spell_the_same_and_are_one_to_one(pair: tuple[str, str]) -> None:
     target, own = (VOCABULARIES[name] for name in pair)
     shared = shared_ids(target, own)
+    assert target.end is not None
     assert shared.pop(target.end) == own.end
     assert len(set(shared.values())) == len(shared)
     for token, own_token in shared.items():
@@ -84,6 +85,7 @@ def test_of_two_tokens_for_a_letter_the_plain_one_is_shared() -> None:
 
 def test_the_end_token_is_shared_only_if_model_and_tokenizer_agree() -> None:
     byte_tokens, eos = TOKENIZERS["bytes"], TOKENIZERS["bytes"].eos_token_id
+    assert eos is not None
     sure, unsure = (Vocabulary(byte_tokens, 330, [end]) for end in (eos, 17))
     assert (sure.end, unsure.end) == (eos, None)
     stories = VOCABULARIES["stories"]

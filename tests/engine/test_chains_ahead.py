@@ -83,7 +83,7 @@ def test_chains_drafted_ahead_are_used_by_the_others_when_an_answer_ends(
     imagine_captures(monkeypatch)
     found = taken(monkeypatch, ChainsAhead)
     params = [
-        SamplingParams(temperature=1, seed=i, max_tokens=50, ignore_eos=True, stop=["."] if i else None, top_k=9 * i)
+        SamplingParams(temperature=1, seed=i, max_tokens=50, ignore_eos=True, stop=["."] if i else [], top_k=9 * i)
         for i in range(4)
     ]
     results = make(TARGET, spelled(draft), speculation=3).generate(PROMPTS, params)

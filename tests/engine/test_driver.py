@@ -30,7 +30,7 @@ def shared() -> LLM:
 
 @cache
 def plain_tokens(i: int) -> tuple[int, ...]:
-    (sample,) = plain_answer(i)["samples"]  # type: ignore[misc]
+    (sample,) = plain_answer(i)["samples"]
     return tuple(sample[1])
 
 

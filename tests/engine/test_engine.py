@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence as Seq
 from functools import cache
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -29,7 +30,7 @@ def decoder() -> Runner:
     return Blueprint.of(str(TARGET), dtype="float32").load(64)
 
 
-def engine_of(num_tokens: int, oracle: Oracle | None = None, block_size: int = 8, **options: int) -> Engine:
+def engine_of(num_tokens: int, oracle: Oracle | None = None, block_size: int = 8, **options: Any) -> Engine:
     """An engine around the shared weights, with a cache of its own."""
     runner = Runner.of(decoder().decoder, num_tokens, block_size)
     return Engine(runner, oracle, options=EngineOptions(**options))

@@ -220,7 +220,7 @@ def test_the_request_that_breaks_rounds_is_found_and_fails_alone(
     """Passes fail that read a certain token, which is in one request's prompt."""
     llm = LLM(str(TARGET), draft, dtype="float32", max_num_seqs=4)
     bad = llm.tokenizer.encode(PROMPTS[2])[-1]
-    others = [i for i in range(NUM) if bad not in plain_answer(i)["samples"][0][1]]  # type: ignore[index]
+    others = [i for i in range(NUM) if bad not in plain_answer(i)["samples"][0][1]]
     others = [i for i in others if bad not in llm.tokenizer.encode(PROMPTS[i % 5])]
     assert 2 not in others
     assert len(others) > 2
@@ -326,7 +326,7 @@ def stepped(llm: LLM) -> list[list[int] | Exception]:
 
 def plain_tokens() -> list[list[int]]:
     """The tokens of the plain answers."""
-    return [list(each["samples"][0][1]) for each in map(plain_answer, range(NUM))]  # type: ignore[index]
+    return [list(each["samples"][0][1]) for each in map(plain_answer, range(NUM))]
 
 
 @pytest.mark.parametrize("draft", [None, f"model:{SMALL}"], ids=["plain", "drafted"])
@@ -481,7 +481,7 @@ def test_an_error_in_a_requests_own_code_fails_it_alone_without_an_event_loop(er
     with pytest.raises(kind):
         llm.generate(PROMPTS[1], params_with(1, logits_processors=[raising(error, 9)]))
     deltas += stream
-    (expected,) = plain_answer(0)["samples"]  # type: ignore[misc]
+    (expected,) = plain_answer(0)["samples"]
     assert tuple(token for delta in deltas for token in delta.token_ids) == expected[1]
     assert tuple(logprob for delta in deltas for logprob in delta.logprobs) == expected[3]
     assert_empty(llm)

@@ -43,7 +43,7 @@ PARAMS = [
 
 
 def test_requests_with_logits_processors_are_drafted_level_by_level() -> None:
-    def no_e(text: list[int], logits: torch.Tensor) -> torch.Tensor:
+    def no_e(text: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
         logits[list(range(0, 512, 7))] -= 2.0
         return logits
 

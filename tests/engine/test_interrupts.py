@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -101,6 +101,7 @@ def check_other_streams(llm: LLM, interrupt: Callable[[Callable[[], object]], ob
         received[turn % 3] += [delta for delta in [next(streams[turn % 3], None)] if delta is not None]
     victim = llm.stream(PROMPTS[3], params_with(3))
     interrupt(lambda: list(victim))
+    assert isinstance(victim, Generator)
     victim.close()
     for deltas, stream in zip(received, streams, strict=True):
         deltas += stream
@@ -183,5 +184,5 @@ def test_real_signals_at_random_times_change_no_other_stream() -> None:
         taken_s = time.perf_counter() - started_s
         for trial in range(12):
             during = signalled([rng.uniform(1e-4, taken_s)])
-            check_other_streams(llm, lambda work, during=during: caught.append(during(work)), trial % 7)  # type: ignore[misc]
+            check_other_streams(llm, lambda work, during=during: caught.append(during(work)), trial % 7)
     assert any(caught)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
+from forerun.config import Verification
 from forerun.device import whole_sums
 from forerun.errors import DeviceUnavailable, InvalidRequest, OperatorMissing
 from kit.card import imagined_mps, submit
@@ -23,7 +24,7 @@ from kit.checkpoints import SMALL, TARGET
 PROMPTS = ["Once upon a time", "The cat sat on the", "One day"]
 HELD = ("MPS", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 ENTRY = re.compile(r"^- func: ([\w.]+)\((.*?)(?=^- func: |\Z)", re.MULTILINE | re.DOTALL)
-EVERYTHING = {
+EVERYTHING: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.8},
     "greedy": {"temperature": 0.0},
     "filters": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
@@ -79,7 +80,7 @@ def answers(llm: LLM, params: SamplingParams) -> list[Any]:
     return [ends[seq_id] for seq_id in sorted(ends)]
 
 
-def make(device: str, draft: str | None, rule: str = "coupled") -> LLM:
+def make(device: str, draft: str | None, rule: Verification = "coupled") -> LLM:
     return LLM(str(TARGET), draft, dtype="float32", device=device, max_model_len=128, verification=rule, speculation=4)
 
 
@@ -95,7 +96,7 @@ def test_answers_are_those_of_the_cpu(name: str, draft: str | None, monkeypatch:
 
 @pytest.mark.short("block")
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_rejection_rules_call_only_operators_of_mps(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_rules_call_only_operators_of_mps(rule: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
     with imagined_mps(monkeypatch, refuse_missing), torch.inference_mode():
         found = answers(make("mps", f"model:{SMALL}", rule), SamplingParams(seed=3, max_tokens=8, top_p=0.9))
     assert [len(tokens) for tokens in found] == [8] * len(PROMPTS)

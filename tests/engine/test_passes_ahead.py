@@ -27,7 +27,7 @@ def params_of(rng: random.Random, number: int) -> SamplingParams:
     """Parameters of an answer of any length, with end conditions that the device does not know."""
     return SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.0]), seed=number, max_tokens=rng.randint(1, 40),
-        ignore_eos=rng.random() < 0.5, stop=rng.choice([None, [" a"], ["the", "."]]),
+        ignore_eos=rng.random() < 0.5, stop=rng.choice([[], [" a"], ["the", "."]]),
         repetition_penalty=rng.choice([1.0, 1.1]),
     )  # fmt: skip
 
@@ -65,6 +65,7 @@ def come_and_go(llm: LLM, alone: LLM, rng: random.Random, ask: Callable[[int], R
         llm.engine.runner.cache.check()
     assert cancelled
     for seq_id, request in asked.items():
+        assert request.prompt is not None
         expected = list(alone.generate(request.prompt, request.sampling_params)[0].outputs[0].token_ids)
         assert answers[seq_id] == expected[: len(answers[seq_id])]
         assert len(answers[seq_id]) == len(expected) or seq_id in cancelled
@@ -106,8 +107,7 @@ def test_a_pass_begun_ahead_is_used_by_the_others_when_an_answer_ends(monkeypatc
     found = taken(monkeypatch)
     llm = make(TARGET, None)
     params = [
-        SamplingParams(temperature=1, seed=i, max_tokens=50, ignore_eos=True, stop=["."] if i else None)
-        for i in range(4)
+        SamplingParams(temperature=1, seed=i, max_tokens=50, ignore_eos=True, stop=["."] if i else []) for i in range(4)
     ]
     lengths = [len(result.outputs[0].token_ids) for result in llm.generate(PROMPTS, params)]
     assert min(lengths) < 50 == max(lengths)

@@ -1,5 +1,7 @@
 """Request checks without a tokenizer: what can be served, and what is refused with which message."""
 
+from typing import Any
+
 import pytest
 
 from forerun.config import Speculation
@@ -47,7 +49,7 @@ def test_samples_share_all_but_their_number() -> None:
     ],
 )
 def test_invalid_requests_are_refused_with_the_field_and_reason(
-    prompt: str | list[int], params: dict[str, object], speculation: object, message: str
+    prompt: str | list[int], params: dict[str, Any], speculation: Any, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         maker(("a",)).sequences(Request.of(prompt, SamplingParams(**params), speculation))

@@ -1,7 +1,6 @@
 """For any memory and requests: rows fit, chunks are shared by arrival, the oldest is never preempted, all finish."""
 
 from collections.abc import Sequence as Seq
-from itertools import zip_longest
 
 import torch
 from hypothesis import given, settings
@@ -24,7 +23,8 @@ def requests(max_length: int = 10_000) -> RequestChecker:
 def sequences(shapes: Seq[tuple[int, int]], tenants: str = "") -> list[Sequence]:
     """One sequence per (prompt length, tokens to generate), whose tenant is a letter of `tenants`, if given."""
     maker, made = requests(), list[Sequence]()
-    for (prompt, num_new), tenant in zip_longest(shapes, tenants, fillvalue=""):
+    for i, (prompt, num_new) in enumerate(shapes):
+        tenant = tenants[i : i + 1]
         made += maker.sequences(Request.of([1] * prompt, SamplingParams(max_tokens=num_new), tenant=tenant))
     return made
 

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ def test_a_drafter_receives_the_states_of_the_text_read_in_one_pass(
 
     options = EngineOptions(max_num_seqs=5, chunk_tokens=24)
     engine = bench.engine(None, 160, FixedDepth(), options)
-    engine.drafter = listener = Listener(bench.model_drafter(), check)
+    listener: Any = Listener(bench.model_drafter(), check)  # it has the other methods of the drafter that it wraps
+    engine.drafter = listener
     engine.kernels = bench.target.sampling_kernels()
     requests = bench.requests()
     for i in range(8):

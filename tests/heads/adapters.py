@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def some_texts(bench: Bench, engine: Engine, count: int, shapes: Sequence[Specul
     """Requests of several lengths, greedy and sampled in turn; with many shapes some have more parameters."""
     rng, texts, requests = random.Random(count), list[TextSequence](), bench.requests()
     for i in range(count):
-        more = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and len(shapes) > 3 else {}
+        more: dict[str, Any] = {"repetition_penalty": 1.2, "top_k": 20} if i % 4 == 3 and len(shapes) > 3 else {}
         params = SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, **more)
         speculation = shapes[i % len(shapes)] if engine.drafter else Speculation(0)
         texts += requests.sequences(Request.of(random_text(rng.choice([1, 2, 30, 70]), i), params, speculation))

@@ -20,7 +20,7 @@ from torch import Tensor
 DATA = Path(__file__).resolve().parent.parent / "data"
 FOLDER, TARGET = DATA / "speculators", DATA / "stories260k"
 HIDDEN, VOCAB, DRAFT_VOCAB = 64, 512, 60
-LAYER = {
+LAYER: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
@@ -156,7 +156,7 @@ def make(name: str) -> Path:
         default_proposal_method="greedy",
         verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
     )
-    layer = family(**{**LAYER, **layers}, attn_implementation="eager")
+    layer = family(**{**LAYER, **layers, "attn_implementation": "eager"})
     config = SpeculatorModelConfig.registry[kind](
         transformer_layer_config=layer, speculators_config=speculators_config, **options
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -106,14 +107,14 @@ def block_states(w: dict[str, Tensor], places: Tensor, taps: Tensor, causal: boo
 
 
 def block_draft(
-    w: dict[str, Tensor], config: dict[str, object], embedding: Tensor, text: list[int], taps: Tensor
+    w: dict[str, Tensor], config: dict[str, Any], embedding: Tensor, text: list[int], taps: Tensor
 ) -> tuple[list[int], list[float]]:
     """The likeliest block after `text`, and the confidence in each token; `taps` are of all but its last token."""
     inside = config["dflash_config"]
     assert isinstance(inside, dict)
     fields = config | inside
     mask = w["mask_embedding"] if "mask_embedding" in w else embedding[int(str(fields["mask_token_id"]))]
-    places = torch.stack([embedding[text[-1]], *[mask] * (int(fields["block_size"]) - 1)])
+    places = torch.stack([embedding[text[-1]], *[mask] * (int(str(fields["block_size"])) - 1)])
     states = block_states(w, places, taps, bool(fields.get("causal")))
     states = states if fields.get("sample_from_anchor") else states[1:]
     head, ids = w.get("lm_head.weight", embedding), torch.arange(len(embedding))
@@ -125,7 +126,7 @@ def block_draft(
         if "markov_head.markov_w1.weight" in w:
             logits = logits + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][before]
         if "candidate_selector.predecessor_codebook" in w:
-            candidates = logits.topk(int(fields["selector_top_k"])).indices
+            candidates = logits.topk(int(str(fields["selector_top_k"]))).indices
             weighed = w["candidate_selector.predecessor_codebook"][before] * (
                 w["candidate_selector.hidden_projection.weight"] @ state
             )

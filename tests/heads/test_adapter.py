@@ -1,9 +1,11 @@
 """Adapters compared with exits without one, with deeper exits, with plain decoding, and with texts read at once."""
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.errors import ForerunError, ModelNotFound, UnknownDrafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter
-from forerun.models.runner import Runner
+from forerun.models.runner import Read, Runner
 from heads.adapters import (
     FORMATS,
     SHAPES,
@@ -100,7 +102,12 @@ def test_accepted_draft_tokens_are_not_read_again(bench_of: Benches, tmp_path: P
     drafter.observe(committed([Row(0, text)]))
     draft_tokens = drafter.propose(draws_of([Row(0, text)], VOCAB), [Budget(4)]).tree.tokens[0, 1:].tolist()
     read, plain_read = list[int](), adapter.read
-    adapter.read = lambda reads, **more: (read.extend(len(r.tokens) for r in reads), plain_read(reads, **more))[1]
+
+    def counted(reads: Sequence[Read], *rest: Any, **more: Any) -> Any:
+        read.extend(len(r.tokens) for r in reads)
+        return plain_read(reads, *rest, **more)
+
+    adapter.read = counted  # type: ignore[method-assign]
     text += [*draft_tokens, 7]
     drafter.observe(committed([Row(0, text)], [len(text) - 6]))
     assert drafter.outlook([0]).unread == [1], "the last draft token"

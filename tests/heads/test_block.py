@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
     kind: str, options: dict[str, str], made: Callable[[str], Path]
 ) -> None:
     """To the bit: states, logits, and the outputs of the heads."""
-    target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
+    settings: dict[str, Any] = {"dtype": "float32"} | options
+    target = Blueprint.of(str(TARGET), **settings)
     planned = BlockBlueprint.of(HeadFolder.at(made(kind), str(made(kind)), target))
     host, dice = target.load(64), torch.Generator().manual_seed(3)
     lengths, block = (4, 9, 40), planned.tensors.config
@@ -88,6 +90,7 @@ def test_a_row_does_not_depend_on_the_others_nor_on_chunks(
     found: list[list[Tensor]] = []
     for groups, pieces in (([[0, 1, 2]], 1), ([[2], [0], [1]], 4)):
         layers = planned.build(1024, host)
+        assert isinstance(layers, BlockDrafter)
         heads = layers.decoder
         results: dict[int, list[Tensor]] = {}
         for group in groups:

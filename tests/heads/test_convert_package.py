@@ -6,6 +6,7 @@
 import importlib.util
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten, same_tensor
 from kit.unchecked import unchecked
 
 FORMATS = {"eagle3": "eagle", "peagle": "eagle", "mtp": "mtp"}  # else dflash
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
+CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 0.0}
 TEXT = [1, 30, 40]
 Outputs = dict[str, Tensor]
 no_package = pytest.mark.skipif(
@@ -276,9 +277,9 @@ def test_layer_numbers_are_those_of_inputs_of_transformers_layers(tmp_path: Path
 def test_drafters_trained_in_a_portable_form_are_written_for_the_package(
     kind: str, format_name: str, tmp_path: Path
 ) -> None:
-    taps = {"taps": "1,3"} if kind == "block" else {}
+    taps = "1,3" if kind == "block" else None
     for portable in (None, True):
-        student = make_student(kind, Blueprint.of(str(TARGET)), StudentSizes(portable=portable, **taps), 0)
+        student = make_student(kind, Blueprint.of(str(TARGET)), StudentSizes(portable=portable, taps=taps), 0)
         folder = tmp_path / f"{portable}"
         folder.mkdir()
         student.write(student.weights, folder)
@@ -293,12 +294,12 @@ def test_drafters_trained_in_a_portable_form_are_written_for_the_package(
 
 def test_a_portable_block_with_a_selector_has_no_confidence_head(tmp_path: Path) -> None:
     target = Blueprint.of(str(TARGET))
-    sizes = {"taps": "1,3", "portable": True, "selector_rank": 8}
-    student = make_student("block", target, StudentSizes(**sizes), 0)
+    sizes = StudentSizes(taps="1,3", portable=True, selector_rank=8)
+    student = make_student("block", target, sizes, 0)
     student.write(student.weights, tmp_path)
     convert(str(tmp_path), "speculators", tmp_path / "theirs", str(TARGET))
     with pytest.raises(InvalidRequest, match="no confidence head next to a selector"):
-        make_student("block", target, StudentSizes(**sizes, confidence=True), 0)
+        make_student("block", target, replace(sizes, confidence=True), 0)
 
 
 def changed(name: str, folder: Path, keys: dict[str, object]) -> Path:

@@ -174,9 +174,9 @@ def test_token_0_may_be_the_mask_token(tmp_path: Path) -> None:
 
 
 TAPS = [0, 2, 4]  # of block drafters in tests
-MASK = {"mask_hidden": torch.zeros(1, 1, 192)}
+MASK: dict[str, Tensor | None] = {"mask_hidden": torch.zeros(1, 1, 192)}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 32, "layer_types": ["sliding_attention"] * 2}
-NO_MARKOV = {"markov_rank": 0}
+NO_MARKOV: dict[str, object] = {"markov_rank": 0}
 REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[ModelError], str]] = [
     ("medusa", {"hidden_size": 128}, {}, UnsupportedModel, "hidden_size is 128"),
     ("medusa", {"vocab_size": 4096}, {}, UnsupportedModel, "vocab_size is 4096"),

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def silent(folder: Path, num_heads: int = 2, **keys: object) -> Path:
 
 @pytest.mark.parametrize("options", [{"kernels": "torch"}, {}, {"quantize": "int8"}, {"dtype": "bfloat16"}])
 def test_heads_of_zeros_have_the_targets_logits(options: dict[str, str], tmp_path: Path) -> None:
-    target = Blueprint.of(str(TARGET), **({"dtype": "float32"} | options))
+    settings: dict[str, Any] = {"dtype": "float32"} | options
+    target = Blueprint.of(str(TARGET), **settings)
     runner = target.load(1024)
     heads = MedusaBlueprint.of(HeadFolder.at(silent(tmp_path), "silent", target)).build(0, runner).heads
     text = texts(TARGET)[0][:50]

@@ -106,8 +106,9 @@ def test_every_chain_is_that_of_the_reference(
         rewritten(folder, {n: t + 0.3 * t.roll(1, 0) for n, t in ours.items()}, {})
     options: dict[str, Any] = {"dtype": "float32", "kernels": kernels, "speculation": Speculation(DEPTH)}
     llm = LLM(str(folder), "mtp", chunk_tokens=5, **options)
+    prompts: list[str | list[int]] = [*STARTS[:3], [1]]
     found, weights, num_drafted = watched(llm, monkeypatch), load_file(folder / "model.safetensors"), 0
-    answers = llm.generate([*STARTS[:3], [1]], GREEDY)
+    answers = llm.generate(prompts, GREEDY)
     runner, states = Blueprint.of(str(TARGET), dtype="float32").load(1024), {}
     for number, answer in enumerate(answers):
         text = [*answer.prompt_token_ids, *answer.outputs[0].token_ids]

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.widen import Plan, Wider, widen
 from forerun.sampling.params import SamplingParams
 from heads.adapters import adapter_of
-from heads.references import FORMS
+from heads.references import FORMS, Form
 from heads.trained import eagle_of
 from kit.checkpoints import TARGET
 from kit.texts import STARTS
@@ -28,8 +29,14 @@ from kit.texts import STARTS
 WAYS = {"exact": Wider(256, 7), "at the end": Wider(256, 7, spread=False), "by no power of 4": Wider(128, 5, heads=8)}
 SAME = ("medusa", "hydra", "eagle-3", "mtp", "dspark", "adapter")
 P_EAGLE = {"num_hidden_layers": 2, "mask_token_id": 0}
+
+
+def made(form: Form, folder: Path) -> str:
+    return form.spelled.format(form.make(folder))
+
+
 MAKERS: dict[str, Callable[[Path], str]] = {
-    **{form: lambda folder, form=form: FORMS[form].spelled.format(FORMS[form].make(folder)) for form in SAME},
+    **{form: partial(made, FORMS[form]) for form in SAME},
     "p-eagle": lambda folder: f"eagle:{eagle_of(TARGET, folder, **P_EAGLE)}",
     "early-exit": lambda folder: f"early-exit:2:{adapter_of(TARGET, folder, 2, range(3, 5))}",
 }
@@ -45,7 +52,7 @@ SHORT = {
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=40, ignore_eos=True) for t in (0.0, 1.0)]
 
 
-def counts(model: Path, draft: str, shape: Speculation) -> tuple[list[list[int]], int, list[int]]:
+def counts(model: Path, draft: str, shape: Speculation) -> tuple[list[tuple[int, ...]], int, list[int]]:
     """Answers, the number of draft tokens, and the accepted ones at each depth."""
     llm = LLM(str(model), draft, dtype="float32", speculation=shape)
     answers = [r.outputs[0].token_ids for params in PARAMS for r in llm.generate(list(STARTS[:3]), params)]

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from kit.checkpoints import TARGET
 VOCAB, LONGEST, DEPTH, MOST_ROWS = 40, 160, 4, 6
 
 
-def vllm_config(most_drafted: int = DEPTH, **options: object) -> SimpleNamespace:
+def vllm_config(most_drafted: int = DEPTH, **options: Any) -> SimpleNamespace:
     """vLLM's configuration, as far as a proposer reads it."""
     return SimpleNamespace(
         additional_config={"forerun": options} if options else {},
@@ -219,7 +220,7 @@ def test_rounds_after_prompts_or_with_added_or_removed_rows_are_not_measured() -
     outcomes = []
     rounds = ChainRounds(NgramDrafter(), DEPTH, VOCAB, LONGEST, MOST_ROWS)
     record = rounds.controller.record
-    rounds.controller.record = lambda outcome: (outcomes.append(outcome), record(outcome))
+    rounds.controller.record = lambda outcome: outcomes.append(outcome) or record(outcome)  # type: ignore[method-assign]
     text = np.array([1, 2, 3] * 20, np.int32)
     rounds.propose({0: EngineRow(text[:12], 1)}, False)
     rounds.propose({0: EngineRow(text[:13], 1)}, False)
@@ -233,7 +234,7 @@ def test_rounds_after_prompts_or_with_added_or_removed_rows_are_not_measured() -
 
 def test_a_drafter_that_raises_ends_only_the_drafting(caplog: pytest.LogCaptureFixture) -> None:
     proposer = Proposer(vllm_config(draft="ngram"))
-    proposer.rounds.drafter.observe = lambda news: 1 / 0
+    proposer.rounds.drafter.observe = lambda committed: 1 / 0  # type: ignore[method-assign,assignment]
     for _ in range(3):
         assert proposer.propose([[1], []], np.array([3, 2]), np.ones((2, LONGEST), np.int32)) == [[], []]
     assert caplog.text.count("Drafting is switched off") == 1
@@ -264,7 +265,7 @@ def test_equal_texts_are_distinguished_by_their_rows() -> None:
     ],
 )
 def test_invalid_options_are_refused_at_the_start(
-    options: dict[str, object], error: type[ForerunError], words: str
+    options: dict[str, Any], error: type[ForerunError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         Proposer(vllm_config(**options))

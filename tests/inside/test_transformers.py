@@ -13,15 +13,19 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.generation import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import (
     LogitNormalization,
     RepetitionPenaltyLogitsProcessor,
@@ -252,7 +256,7 @@ def test_texts_end_where_transformers_ends_them(
 
 def test_max_length_counts_the_padding(model: PreTrainedModel, inputs: dict[str, Tensor]) -> None:
     plain = model.generate(**inputs, max_length=30, do_sample=False)
-    got = drafted(model, inputs, max_length=30, do_sample=False, return_dict_in_generate=True)
+    got: Any = drafted(model, inputs, max_length=30, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(got.sequences, plain)
 
 
@@ -281,7 +285,7 @@ def test_a_streamer_gets_what_transformers_sends_it(
     theirs, ours = Recorder(), Recorder()
     asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 403}
     model.generate(ids, streamer=theirs, **asked)
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "bound": {"custom_generate": partial(generate, streamer=ours)},
         "folder": {"custom_generate": str(FOLDER), "trust_remote_code": True},
     }
@@ -348,13 +352,13 @@ def test_padding_behind_a_text_is_refused(model: PreTrainedModel, inputs: dict[s
 
 
 def test_unsupported_models_are_refused(inputs: dict[str, Tensor]) -> None:
-    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 512}
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 512}
     alien = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 1]]))
     with pytest.raises(UnsupportedModel, match="gpt_neo"):
         alien.generate(**inputs, custom_generate=generate, max_new_tokens=4)
-    encoder = T5ForConditionalGeneration(
-        T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=512, decoder_start_token_id=0)
-    )
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=512)
+    config.decoder_start_token_id = 0
+    encoder = T5ForConditionalGeneration(config)
     with pytest.raises(UnsupportedModel, match="encoder"):
         encoder.generate(**inputs, custom_generate=generate, max_new_tokens=4)
 
@@ -362,6 +366,7 @@ def test_unsupported_models_are_refused(inputs: dict[str, Tensor]) -> None:
 def test_a_model_without_a_tokenizer_takes_one_that_is_bound(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, Tensor]
 ) -> None:
+    assert isinstance(model.config, LlamaConfig)
     made = LlamaForCausalLM(model.config)
     made.load_state_dict(model.state_dict())
     made.config._name_or_path = made.name_or_path = ""

@@ -91,7 +91,7 @@ def test_it_serves_a_head_that_forerun_converted(tmp_path: Path) -> None:
     assert isinstance(asked, list)
     convert(str(MODEL.parent / "eagle"), "speculators", heads, model=str(MODEL))
     prompts = [each["text"] for each in asked]
-    params = {"temperature": 0, "max_tokens": 96, "ignore_eos": True}
+    params: dict[str, Any] = {"temperature": 0, "max_tokens": 96, "ignore_eos": True}
     with LLM(str(MODEL), f"eagle:{heads}", speculation=4, dtype="float32", max_model_len=512) as ours:
         expected = [
             out.outputs[0].token_ids for out in ours.generate(prompts, SamplingParams(**params), use_tqdm=False)

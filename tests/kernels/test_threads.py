@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,6 +98,11 @@ def test_a_system_without_load_counters_leaves_all_cores(system: FakeSystem, tex
     assert system.free.threads(3) == 3
 
 
+def shared_s(share: float, now: list[float], stolen: bool = False) -> float:
+    """The CPU time of others who have always used this share of a core."""
+    return share * now[0]
+
+
 @given(st.lists(st.tuples(st.floats(0, 6), st.floats(0, 4), st.floats(0.001, 5)), max_size=8))
 def test_the_number_of_threads_is_at_least_one_and_at_most_the_number_set(
     rounds: list[tuple[float, float, float]],
@@ -106,7 +112,7 @@ def test_the_number_of_threads_is_at_least_one_and_at_most_the_number_set(
     for others, process, wall_s in rounds:
         now[0], used[0] = now[0] + wall_s, used[0] + process * wall_s
         free.next_s = -1.0
-        free.others_s = lambda share=others: share * now[0]
+        free.others_s = partial(shared_s, others, now)  # type: ignore[method-assign]
         assert 1 <= free.threads(3) <= 3
 
 

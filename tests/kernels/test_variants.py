@@ -230,7 +230,8 @@ def test_the_kernels_can_be_linked_with_a_static_standard_library(tmp_path: Path
         "return new int[n]; }"
     )
     portable = next(source for source in build.SOURCES if source.name == "portable.cpp")
-    call = ["g++", "-std=c++17", "-fPIC", "-shared", "-static-libstdc++", caller, portable, "-o", tmp_path / "a.so"]
+    call = ["g++", "-std=c++17", "-fPIC", "-shared", "-static-libstdc++", str(caller), str(portable)]
+    call += ["-o", str(tmp_path / "a.so")]
     done = subprocess.run(call, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ctypes.CDLL(str(tmp_path / "a.so"))

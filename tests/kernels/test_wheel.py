@@ -147,7 +147,7 @@ def test_prove_runs_from_a_wheel_without_a_compiler(build: Callable[..., Path], 
     assert not any(b"libgomp" in data for data in carried.values())
     assert "-py3-none-" in wheel.name
     site = tmp_path / "site"
-    options = ["--no-deps", "--no-index", "--quiet", "--target", site]
+    options = ["--no-deps", "--no-index", "--quiet", "--target", str(site)]
     call(sys.executable, "-m", "pip", "install", *options, wheel, folder=tmp_path)
     without = {"PYTHONPATH": str(site), "PATH": "/nowhere", "CXX": "/dev/null", "HOME": "/dev/null"}
     without["XDG_CACHE_HOME"] = "/dev/null"
@@ -158,7 +158,7 @@ def test_prove_runs_from_a_wheel_without_a_compiler(build: Callable[..., Path], 
         assert len(runtimes) == 1, runtimes
         assert "torch" in runtimes[0]
     models, few = ["--model", "stdlib", "--draft", "model:stdlib-draft"], ["--num-prompts", "1", "-n", "8"]
-    rest = [*few, "--num-texts", "100", "--prompts", ROOT / "tests/data/prompts.txt"]
+    rest = [*few, "--num-texts", "100", "--prompts", str(ROOT / "tests/data/prompts.txt")]
     output = call(sys.executable, "-m", "forerun", "prove", *models, *rest, folder=tmp_path, **without)
     assert name in output
     assert "No compiled kernels" not in output

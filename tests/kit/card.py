@@ -33,6 +33,7 @@ from forerun.request import Request
 CARD, MPS = torch.device("cuda", 0), torch.device("mps", 0)
 PLACEMENT = Placement(CARD, fixed=True)
 aten = torch.ops.aten
+DEVICE_OF, IS_CUDA = (getattr(Tensor, name).__get__ for name in ("device", "is_cuda"))
 INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 MEMORY = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias")  # takes no launch
 WAITS = (aten.nonzero.default, aten._local_scalar_dense.default, aten.equal.default, aten.masked_select.default)
@@ -41,7 +42,7 @@ WAITS = (aten.nonzero.default, aten._local_scalar_dense.default, aten.equal.defa
 class OnCard(Tensor):
     """A tensor on the imagined GPU, whose numbers are those of `inner`."""
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]  # torch has an operator of this name, which no model uses
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OnCard:
@@ -54,7 +55,7 @@ class OnCard(Tensor):
 
     @classmethod
     @override
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch declares a method of instances
         raise AssertionError(f"{func} outside of the card's mode")
 
 
@@ -202,8 +203,8 @@ class CardFunctions(TorchFunctionMode):
     @override
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if func in (Tensor.device.__get__, Tensor.is_cuda.__get__) and isinstance(args[0], OnCard):
-            return self.card if func == Tensor.device.__get__ else self.card.type == "cuda"
+        if func in (DEVICE_OF, IS_CUDA) and isinstance(args[0], OnCard):
+            return self.card if func == DEVICE_OF else self.card.type == "cuda"
         if func is torch.tensor or (func is torch.as_tensor and not isinstance(args[0], Tensor)):
             kwargs.pop("pin_memory", None)
             target = torch.device(kwargs.pop("device", None) or "cpu")

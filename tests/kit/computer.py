@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.kernels import library
+from forerun.kernels.library import LibraryStore
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Computer:
         (file,) = self.cache_folder.glob(f"*{suffix}")
         return file
 
-    def store(self) -> library.LibraryStore:
+    def store(self) -> LibraryStore:
         """The store of the library there."""
-        return library.LibraryStore.open(self.cache_folder, self.file(".so").stem)
+        return LibraryStore.open(self.cache_folder, self.file(".so").stem)
 
 
 def forget() -> None:

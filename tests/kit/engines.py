@@ -27,12 +27,17 @@ def plain() -> LLM:
 
 def params_with(seed: int, **others: object) -> SamplingParams:
     """Parameters of a short answer; by the seed it is greedy or sampled, and of other length."""
-    settings = {"temperature": seed % 3 / 2, "seed": seed, "max_tokens": 12 + seed % 5, "logprobs": 1} | others
-    return SamplingParams(**settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "temperature": seed % 3 / 2,
+        "seed": seed,
+        "max_tokens": 12 + seed % 5,
+        "logprobs": 1,
+    } | others
+    return SamplingParams(**settings)
 
 
 @cache
-def plain_answer(seed: int) -> dict[str, object]:
+def plain_answer(seed: int) -> dict[str, Any]:
     """The answer of plain decoding to this seed's prompt, alone in the batch."""
     return dict(exact_parts(plain().generate(PROMPTS[seed % 5], params_with(seed), use_tqdm=False)[0]))
 
@@ -54,3 +59,9 @@ class CountingRunner(Runner):
         chains = super().draw_chains(draws, starts, *rest)
         self.num_read += sum(chains.num_read.values()) if chains else 0
         return chains
+
+
+def counting(runner: Runner) -> CountingRunner:
+    """The runner of a drafter that was built with a CountingRunner."""
+    assert isinstance(runner, CountingRunner)
+    return runner

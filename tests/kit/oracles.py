@@ -6,6 +6,7 @@ accepted, and wrong ones end the accepted run where the test wants it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -89,7 +90,7 @@ def has_params(params: SamplingParams, asked: SamplingParams) -> bool:
     return changed or params == asked
 
 
-def exact_parts(result: RequestOutput) -> Mapping[str, object]:
+def exact_parts(result: RequestOutput) -> Mapping[str, Any]:
     """The parts of an answer that plain and drafted decoding must share to the bit: all but the tokens' origins."""
     return {
         "prompt": result.prompt_token_ids,

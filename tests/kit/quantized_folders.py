@@ -25,8 +25,8 @@ from kit.checkpoints import read_json, written
 Numbers = NDArray[np.int64]
 Packed = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names, and the weight in float32
 KEPT = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # what programs leave as it is
-NF4 = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626]
-NF4 = torch.tensor([*NF4, 0.723, 1.0])
+BELOW = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0]
+NF4 = torch.tensor([*BELOW, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0])
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ def attention(w: dict[str, Tensor], place: str, x: Tensor, heads: int, kv_heads:
     """The output of causal self-attention, which is added to the stream."""
     q, k, v = (x @ w[f"{place}self_attn.{name}_proj.weight"].T for name in "qkv")
     q, k, v = q.view(len(x), heads, -1), k.view(len(x), kv_heads, -1), v.view(len(x), kv_heads, -1)
-    q, k, v = rotated(q), *(each.repeat_interleave(heads // kv_heads, dim=1) for each in (rotated(k), v))
-    mixed = functional.scaled_dot_product_attention(*(each.transpose(0, 1) for each in (q, k, v)), is_causal=True)
+    k, v = (each.repeat_interleave(heads // kv_heads, dim=1) for each in (rotated(k), v))
+    q, k, v = (each.transpose(0, 1) for each in (rotated(q), k, v))
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return mixed.transpose(0, 1).flatten(1) @ w[f"{place}self_attn.o_proj.weight"].T
 
 

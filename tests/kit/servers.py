@@ -42,7 +42,8 @@ TEMPLATE = (
 
 def drafting(draft: str = f"model:{SMALL}", **options: Any) -> LLM:
     """An LLM with a drafter, for a server."""
-    return LLM(str(TARGET), draft, **{"dtype": "float32", "speculation": 3, "max_num_seqs": 4} | options)
+    settings: dict[str, Any] = {"dtype": "float32", "speculation": 3, "max_num_seqs": 4}
+    return LLM(str(TARGET), draft, **settings | options)
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,9 @@ class Running:
 
     def client(self, key: str = "none", **options: Any) -> Any:
         """OpenAI's client, without retries, which would hide errors."""
-        options = {
-            "max_retries": 0,
-            "timeout": PATIENCE_S,
-            "http_client": openai.DefaultHttpxClient(verify=False),
-        } | options
+        options.setdefault("max_retries", 0)
+        options.setdefault("timeout", PATIENCE_S)
+        options.setdefault("http_client", openai.DefaultHttpxClient(verify=False))
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
         self.clients.append(client)
         return client
@@ -157,7 +156,8 @@ def running(llm: LLM, service_of: Any = None, engines: Sequence[LLM] = (), **set
     from forerun.serve.server import DrainingServer, bound_socket
     from forerun.serve.service import Service
 
-    options = ServeSettings(**{"port": 0, "served_model_name": "stories", "trust_request_templates": True} | settings)
+    usual: dict[str, Any] = {"port": 0, "served_model_name": "stories", "trust_request_templates": True}
+    options = ServeSettings(**usual | settings)
     sock = bound_socket(options)
     server = DrainingServer((service_of or Service)(llm, options))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))

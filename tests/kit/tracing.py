@@ -14,8 +14,8 @@ from kit.checkpoints import SMALL, TARGET
 MODEL, CHAIN, TREE = f"model:{SMALL}", Speculation(4), Speculation(3, 2, 8)
 PROMPT = "Tom and Lily went to the park. Tom and"
 TOP_K = 40
-# drafter, verification, speculation, temperature
-CASES = [
+Case = tuple[str | None, Verification, Speculation, float]  # drafter, verification, speculation, temperature
+CASES: list[Case] = [
     (MODEL, "coupled", CHAIN, 1.0),
     (MODEL, "coupled", TREE, 0.8),
     (MODEL, "coupled", CHAIN, 0.0),
@@ -29,7 +29,6 @@ CASES = [
     (MODEL, "block", Speculation(7), 0.8),
     (MODEL, "block", TREE, 1.0),
 ]
-Case = tuple[str | None, Verification, Speculation, float]
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{str(c[0])[:5]}-{c[1]}-{c[2].depth}x{c[2].width}-{c[3]}")
 
 

@@ -33,6 +33,11 @@ COPIES = TemporaryDirectory()
 HEADS = {"markov_rank": 32, "enable_confidence_head": True, "causal": True, "sample_from_anchor": True}
 copied = partial(byte_level_copy, SMALL)
 
+
+def cascade_of_heads() -> str:
+    return f"cascade[{spelled('medusa')},model:{SMALL}]"
+
+
 DRAFTERS: Mapping[str, str | Callable[[], str]] = {  # those that have files write them when they are first asked for
     "ngram": "ngram",
     "ngram:2": "ngram:2",
@@ -59,7 +64,7 @@ DRAFTERS: Mapping[str, str | Callable[[], str]] = {  # those that have files wri
     "mtp-of-3": lambda: f"mtp:{apart(TARGET, Path(COPIES.name) / 'mtp of 3', 3, 'deepseek')}",
     "cascade-of-2": f"cascade[ngram,model:{SMALL}]",
     "cascade-of-3": f"cascade[ngram,model:{SMALL},model:{TARGET}]",
-    "cascade-of-heads": lambda: f"cascade[{spelled('medusa')},model:{SMALL}]",
+    "cascade-of-heads": cascade_of_heads,
     "cascade-of-exit": f"cascade[early-exit:1,model:{SMALL}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",
     "mix-of-3": f"mix[suffix,early-exit:1,model:{SMALL}]",

@@ -64,8 +64,8 @@ class Bench:
     @classmethod
     def of(cls, target: Path = TARGET, small: Path = SMALL, dtype: str = "float32") -> Bench:
         folders = [quantised(each, dtype).name if dtype in KINDS else str(each) for each in (target, small)]
-        target, draft = (Blueprint.of(folder, **number_format(dtype)) for folder in folders)
-        return cls(target, draft, target.load(1 << 14), draft.load(1 << 14))
+        large, drafting = (Blueprint.of(folder, **number_format(dtype)) for folder in folders)
+        return cls(large, drafting, large.load(1 << 14), drafting.load(1 << 14))
 
     def with_cache(self, runner: Runner, num_tokens: int) -> Runner:
         """The same weights over a cache of its own."""

@@ -240,31 +240,29 @@ def law_out_of_range(now: Situation) -> DraftTree:
     return tree_of(tree.tokens, tree.parents, tree.depth, 1, DraftLaw(torch.full_like(tree.tokens, 99), probs))
 
 
-HOSTILE: dict[str, Callable[[Situation], DraftTree | Draft]] = (
-    {
-        make.__name__: make
-        for make in (
-            oracle,
-            always_wrong,
-            half_right,
-            empty,
-            too_deep,
-            too_wide,
-            twins,
-            ids_out_of_range,
-            just_out_of_range,
-            parents_at_random,
-            own_parent,
-            wrong_roots,
-            holes,
-            no_columns,
-            one_dimension,
-            floats,
-            nan_logits,
-            nan_confidence,
-            law_out_of_range,
-        )
-    }
-    | ALTERED
-    | {f"law_of_{value}": laws(value) for value in (math.nan, math.inf, -1.0, 0.0, 7.0)}
-)
+HOSTILE: dict[str, Callable[[Situation], DraftTree | Draft]] = {
+    make.__name__: make
+    for make in (
+        oracle,
+        always_wrong,
+        half_right,
+        empty,
+        too_deep,
+        too_wide,
+        twins,
+        ids_out_of_range,
+        just_out_of_range,
+        parents_at_random,
+        own_parent,
+        wrong_roots,
+        holes,
+        no_columns,
+        one_dimension,
+        floats,
+        nan_logits,
+        nan_confidence,
+        law_out_of_range,
+    )
+}
+HOSTILE |= ALTERED
+HOSTILE |= {f"law_of_{value}": laws(value) for value in (math.nan, math.inf, -1.0, 0.0, 7.0)}

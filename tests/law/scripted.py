@@ -25,10 +25,10 @@ from forerun.verify import verify as verifying
 from forerun.verify.rules import AcceptLaw, Walk, walk
 from kit.drafters import Stateless
 from kit.unchecked import unchecked
-from law.exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Model, deviation
+from law.exact import BELOW_ONE, RULES, TOLERANCE, Context, Draft, Family, Law, Model, deviation
 
 WRONG = 1e-3  # what a mutant's law is off by at least
-Declared = tuple[tuple[int, ...], tuple[int, ...], tuple[object, ...]]
+Declared = tuple[tuple[int, ...], tuple[int, ...], tuple[Law | None, ...]]
 
 
 @dataclass

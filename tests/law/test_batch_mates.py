@@ -12,7 +12,7 @@ from forerun.request import Request
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
 
-SPECULATIONS = [False, False, 1, 3, Speculation(3, 2), Speculation(2, 3, 4)]
+SPECULATIONS: list[bool | int | Speculation] = [False, False, 1, 3, Speculation(3, 2), Speculation(2, 3, 4)]
 
 
 @cache

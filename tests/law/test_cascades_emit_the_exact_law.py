@@ -4,7 +4,6 @@ The production `CascadeDrafter` and `verify` run. Mutants must fail.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from typing_extensions import override
 
 from forerun.draft import base
 from forerun.draft.base import Budget, ChainToJudge, Committed, JudgeLogits
-from forerun.draft.many.cascade import CascadeDrafter, Chain, RoundTiming
+from forerun.draft.many.cascade import CascadeDrafter, Chain, MeasuredLengths
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from kit.drafters import FixedLength, Stateless
@@ -42,24 +41,17 @@ class ToyJudge(Stateless):
         return JudgeLogits([0], laws.log(), 0.0)
 
 
-@dataclass
-class Alternating:
+class Alternating(MeasuredLengths):
     """Lengths that differ from round to round."""
 
-    lengths: tuple[int, ...]
-    turn: int = 0
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.lengths, self.turn = lengths, 0
 
+    @override
     def best(self, seq_ids: Sequence[int], most: Sequence[int]) -> Sequence[int]:
         self.turn += 1
         return [min(each, self.lengths[self.turn % len(self.lengths)]) for each in most]
-
-    def count(self, seq_ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None: ...
-
-    def forget(self, seq_ids: Sequence[int]) -> None: ...
-
-    def time(self, timing: RoundTiming) -> None: ...
-
-    def record_alone(self, seq_ids: Sequence[int], depth: int, taken_s: float | None) -> None: ...
 
 
 def chains_of(make: Callable[[], CascadeDrafter], depth: int, rejection: bool = True) -> list[Draft]:

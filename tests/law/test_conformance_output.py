@@ -13,7 +13,7 @@ from itertools import cycle, islice
 import pytest
 import torch
 
-from forerun.config import Speculation
+from forerun.config import Speculation, Verification
 from forerun.device import Placement
 from forerun.draft.model.model import ModelDrafter
 from forerun.llm import LLM
@@ -97,6 +97,7 @@ def test_the_output_is_that_of_plain_decoding(name: str, dtype: str) -> None:
         with unchecked():
             found = answers(llm, MIXED, batch, speculation)
         assert found == plain(MIXED, dtype)[:batch], (speculation, batch)
+        assert llm.engine.drafter is not None
         assert size_of(without_past(llm.engine.drafter)) == empty, (speculation, batch)
     assert llm.stats.num_drafted > 50
     assert llm.stats.num_accepted > 0
@@ -141,7 +142,7 @@ def test_chunks_and_preemption_change_no_output(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("verification", ["token", "block"])
 @every_drafter
 def test_greedy_output_under_rejection_rules_is_that_of_plain_decoding(
-    name: str, verification: str, dtype: str
+    name: str, verification: Verification, dtype: str
 ) -> None:
     llm = LLM(str(TARGET), as_draft(name), dtype=dtype, verification=verification)
     for speculation in (CHAIN, TREE):
@@ -183,7 +184,7 @@ def test_no_hostile_drafter_changes_the_output(name: str, dtype: str) -> None:
 )
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_hostile_drafter_changes_greedy_output_under_rejection_rules(name: str, verification: str) -> None:
+def test_no_hostile_drafter_changes_greedy_output_under_rejection_rules(name: str, verification: Verification) -> None:
     drafter = Hostile(HOSTILE[name], full_texts(GREEDY, "float32"))
     llm = LLM(str(TARGET), drafter, dtype="float32", verification=verification)
     assert answers(llm, GREEDY, 5, num_tokens=10) == [a[:10] for a in plain(GREEDY)[:5]]

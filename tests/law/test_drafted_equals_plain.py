@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ from law.fuzz import Bench, number_format, run
 
 NUM_PROMPTS, NUM_PARTS, NUM_NEW = 200, 10, 40
 SMALLEST, LONGEST, LEAST_FILES = 16, 1023, 8
-SETTINGS = [
+SETTINGS: list[dict[str, Any]] = [
     *({"temperature": 0.0}, {"temperature": 1.0}) * 2,
     {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
 ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from forerun.accept.commit import Origin
-from forerun.config import Speculation
+from forerun.config import Speculation, Verification
+from forerun.draft.base import Budget
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.tables import RowSampling
 from kit.checkpoints import SMALL, TARGET
 from kit.engines import plain
 from kit.oracles import Oracle, exact_parts, never
@@ -51,7 +54,7 @@ def num_tokens(prompt: str) -> int:
     return len(plain().tokenizer.encode(prompt))
 
 
-def params_with(temperature: float = 0.0, seed: int = 0, **others: object) -> SamplingParams:
+def params_with(temperature: float = 0.0, seed: int = 0, **others: Any) -> SamplingParams:
     """Parameters with log-probabilities; a larger `max_tokens` gives a longer answer with the same beginning."""
     return SamplingParams(**{"temperature": temperature, "seed": seed, "max_tokens": LONGEST, "logprobs": 3} | others)
 
@@ -216,7 +219,7 @@ def random_ends(seed: int, count: int) -> tuple[list[str], list[SamplingParams]]
     for answer, asked in zip(plain().generate(prompts, list(map(endless, bare))), bare, strict=True):
         output, max_tokens = answer.outputs[0], rng.randint(1, LONGEST)
         starts = [rng.randrange(len(output.text)) for _ in range(rng.randint(0, 2))]
-        ends = {
+        ends: dict[str, Any] = {
             "stop": [output.text[start : start + rng.randint(1, 6)] for start in starts],
             "stop_token_ids": rng.sample(output.token_ids, rng.randint(0, 2)),
             "logit_bias": {EOS: rng.uniform(0, 9)},
@@ -279,7 +282,7 @@ def wide_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def padding_params() -> list[SamplingParams]:
     """Requests under which padding ids have the largest logits, or the same as all others."""
-    kinds: list[dict[str, object]] = [{}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.1}, {"repetition_penalty": 1.5}]
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.5, "min_p": 0.1}, {"repetition_penalty": 1.5}]
     kinds += [{"logits_processors": [to_zeros]}, {"banned_tokens": range(3, 500)}]
     kinds = [kind | {"ignore_eos": True, "max_tokens": 9} for kind in kinds]
     asked = [params_with(t, seed, **kind) for t in (0.0, 1.0, 50.0) for seed, kind in enumerate(kinds)]
@@ -315,7 +318,9 @@ def test_padding_ids_are_never_generated_even_if_likeliest(wide: Path, wide_smal
 
 @pytest.mark.short("block")
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_padding_ids_are_never_generated_under_rejection_rules(wide: Path, wide_small: Path, verification: str) -> None:
+def test_padding_ids_are_never_generated_under_rejection_rules(
+    wide: Path, wide_small: Path, verification: Verification
+) -> None:
     for draft, shape in ((f"model:{wide_small}", 0), (f"model:{wide_small}", 1), (Padding(), 0)):
         llm = LLM(str(wide), draft, dtype="float32", max_num_seqs=32, verification=verification)
         for result in llm.generate([PROMPT] * len(padding_params()), padding_params(), speculation=SHAPES[shape]):
@@ -326,7 +331,7 @@ class Padding(Oracle):
     """Drafts padding ids only."""
 
     @override
-    def grow(self, row: object, budget: object) -> tuple[list[int], list[int]]:
+    def grow(self, row: RowSampling, budget: Budget) -> tuple[list[int], list[int]]:
         return [row.tokens[-1], 512, 575], [-1, 0, 1]
 
 
@@ -335,7 +340,8 @@ def test_padding_ids_are_refused_in_prompts_and_parameters(wide: Path) -> None:
     for prompt in ([1, CONTEXT], [CONTEXT + NUM_PADS - 1], [CONTEXT + NUM_PADS], [-1]):
         with pytest.raises(InvalidRequest, match=f"{prompt[-1]} is not a token id from 0 to 511"):
             llm.generate([prompt])
-    for field, value in (("logit_bias", {512: 1.0}), ("banned_tokens", [512]), ("stop_token_ids", [575])):
+    refused: dict[str, Any] = {"logit_bias": {512: 1.0}, "banned_tokens": [512], "stop_token_ids": [575]}
+    for field, value in refused.items():
         with pytest.raises(InvalidRequest, match=f"{field}.*below the vocabulary size, 512"):
             llm.generate(PROMPT, params_with(**{field: value}))
     with pytest.raises(InvalidRequest, match="all 512 are banned"):

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read
 from forerun.output import RequestOutput
 from forerun.sampling.noise import gumbel, mix, signed
-from forerun.sampling.params import SamplingParams
+from forerun.sampling.params import LogitsProcessor, SamplingParams
 from kit.assertions import tokens_of
 from kit.checkpoints import SMALL, TARGET
 from kit.laws import Reals, edited_logits, filtered_logits
@@ -36,6 +37,8 @@ LENGTH = 12
 TEMPERATURES = (0.0, 0.7, 1.3)
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "One day, a big dog", "")
 CHAIN, TREE = Speculation(4), Speculation(4, 3, 9)
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def no_repeated_pairs(tokens: Sequence[int], logits: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ class Fade:
 SOME = (403, 407, 261, 378, 411, 429, 271, 286, 318, 395)
 
 WORDS = ("the", "was", "Lily", "little girl", "named", "to play")
-SHAPED: tuple[dict[str, object], ...] = (
+SHAPED: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.8},
@@ -83,7 +86,7 @@ SHAPED: tuple[dict[str, object], ...] = (
     {"logits_processors": (alternate,)},
     {"logits_processors": (Fade(0.02), alternate, no_repeated_pairs)},
 )
-NARROWED: tuple[dict[str, object], ...] = (
+NARROWED: tuple[dict[str, Any], ...] = (
     {"top_k": 1},
     {"top_k": 8},
     {"top_p": 0.35},
@@ -104,12 +107,12 @@ def combined(seed: int, count: int) -> list[SamplingParams]:
     """Random combinations of random strengths, each of a few transforms."""
     rng = random.Random(seed)
 
-    def maybe(value: object, off: object) -> object:
+    def maybe(value: T, off: U) -> T | U:
         return value if rng.random() < 0.35 else off
 
     def one() -> SamplingParams:
         ids = [*rng.sample(SOME, 3), *rng.sample(range(3, VOCAB), 30)]
-        kinds = [no_repeated_pairs, alternate, Fade(rng.random() / 20)]
+        kinds: list[LogitsProcessor] = [no_repeated_pairs, alternate, Fade(rng.random() / 20)]
         return SamplingParams(
             temperature=rng.choice(TEMPERATURES),
             top_k=maybe(rng.choice([1, 2, 5, 20, 100, 511, 512, 9999]), 0),

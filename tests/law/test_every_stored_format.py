@@ -84,7 +84,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 def test_drafting_changes_no_token_in_any_stored_format(name: str, tmp_path: Path) -> None:
     model = str(MODELS[name](tmp_path))
     params = [SamplingParams(temperature=t, seed=7, max_tokens=24, logprobs=1, ignore_eos=True) for t in (0.0, 1.0)]
-    prompts, options = ["Once upon a time", "Lily and"], {"max_model_len": 256}
+    prompts = ["Once upon a time", "Lily and"]
+    options: dict[str, Any] = {"max_model_len": 256}
     expected = [each.outputs[0] for each in LLM(model, **options).generate(prompts, params)]
     for draft in ("ngram", f"model:{model}", "early-exit:2"):
         llm = LLM(model, draft, **options)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import cycle, islice
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -184,7 +185,7 @@ def test_draft_tokens_that_a_grammar_forbids_count_as_rejected() -> None:
     llm = LLM(str(TARGET), Hostile(HOSTILE["always_wrong"], texts), dtype="float32")
     passes: list[Outcome] = []
     honest = llm.engine.controller.record
-    llm.engine.controller.record = lambda outcome: passes.append(outcome) or honest(outcome)
+    llm.engine.controller.record = lambda outcome: passes.append(outcome) or honest(outcome)  # type: ignore[method-assign]
     (found,) = llm.generate("x", params, speculation=Speculation(4))
     assert found.metrics.num_drafted > found.metrics.num_accepted == 0
     assert found.metrics.offered_at_depth[0] > 0
@@ -234,8 +235,12 @@ def test_an_answer_ends_with_the_token_that_completes_its_grammar() -> None:
         assert [(o.text, o.finish_reason, o.stop_reason) for o in result.outputs] == [("Tom went.", "stop", None)] * (
             options.get("n", 1)
         )
-    for options, text, reason in (({"max_tokens": 2}, None, "length"), ({"stop": "we"}, "Tom ", "stop")):
-        output = llm.generate("x", SamplingParams(grammar=whole, **options))[0].outputs[0]
+    cut: list[tuple[dict[str, Any], str | None, str]] = [
+        ({"max_tokens": 2}, None, "length"),
+        ({"stop": "we"}, "Tom ", "stop"),
+    ]
+    for ends, text, reason in cut:
+        output = llm.generate("x", SamplingParams(grammar=whole, **ends))[0].outputs[0]
         assert output.finish_reason == reason
         assert output.text == (text or output.text)
         assert "Tom went.".startswith(output.text)

@@ -113,9 +113,9 @@ def test_coupled_tokens_are_those_of_plain_decoding(bench: Bench, policy: type[C
 @pytest.fixture(scope="module")
 def exact(bench: Bench) -> dict[tuple[int, ...], float]:
     """The joint law of the first NUM_TOKENS tokens at temperature 1 under top-k, from the target's logits."""
-    laws = {(): 1.0}
+    laws: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(NUM_TOKENS):
-        longer = {}
+        longer: dict[tuple[int, ...], float] = {}
         for text, chance in laws.items():
             logits = bench.runner.read(
                 [Read(0, ROOT_TEXT + list(text), judged=[len(ROOT_TEXT) + len(text) - 1])]

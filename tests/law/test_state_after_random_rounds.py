@@ -19,7 +19,7 @@ from draft.rounds import DrafterWithTarget, Row, committed, draws_of
 from forerun.accept.outcome import Stats
 from forerun.cache.paged import PagedCache
 from forerun.config import EngineOptions, Speculation
-from forerun.draft.base import Budget, Committed
+from forerun.draft.base import Budget, Committed, Drafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.engine.sequence import Status
 from forerun.heads.adapter.drafter import EarlyExitDrafter
@@ -66,7 +66,7 @@ class Rounds(Traffic):
             for tensor in (cache.keys, cache.values):
                 tensor.zero_()  # so that the system allocates its pages now
         self.sizes = {name: size_of(drafter) for name, drafter in self.all.items()}
-        drafters = (self.oracle, *self.members, self.exit, *self.all.values())
+        drafters: list[Drafter] = [self.oracle, *self.members, self.exit, *self.all.values()]
         weights = [len(drafters)] + [1] * len(drafters[1:])
         self.engine.drafter = Faulty(drafters, self.rng, self.answers, weights)
         self.num_rounds, self.pool = 0, list[Request]()
@@ -150,7 +150,9 @@ def assert_kept_blocks_are_right(traffic: Rounds) -> None:
             chain = [kept]
             while chain[0].parent is not None and chain[0].parent.parent is not None:
                 chain.insert(0, chain[0].parent)
-            tokens = [token for each in chain for token in array("i", each.key)]
+            keys = [each.key for each in chain if isinstance(each.key, bytes)]
+            assert len(keys) == len(chain)
+            tokens = [token for key in keys for token in array("i", key)]
             slots = slice(kept.block * size, kept.block * size + size)
             reread = read_again(bench, runner, tokens)
             kept_rows = torch.stack([cache.keys[:, :, slots], cache.values[:, :, slots]])

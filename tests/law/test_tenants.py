@@ -8,6 +8,7 @@ import asyncio
 import random
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,15 +27,17 @@ PROMPTS = ("Once upon a time", "Lily and Tom went to the park.", "One day, a big
 DEEP = Speculation(6)
 
 
-def params_with(seed: int = 0, **others: object) -> SamplingParams:
+def params_with(seed: int = 0, **others: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "seed": seed, "max_tokens": 32, "ignore_eos": True} | others))
 
 
-def suffix(draft: str = "suffix", **options: object) -> LLM:
+def suffix(draft: str = "suffix", **options: Any) -> LLM:
     return LLM(str(TARGET), draft, dtype="float32", **options)
 
 
-def ask(llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", speculation: object = DEEP) -> tuple[int, ...]:
+def ask(
+    llm: LLM, prompt: str, params: SamplingParams, tenant: str = "", speculation: bool | Speculation = DEEP
+) -> tuple[int, ...]:
     with unchecked():
         return llm.generate(prompt, params, speculation=speculation, tenant=tenant)[0].outputs[0].token_ids
 
@@ -86,7 +89,7 @@ def test_an_answer_is_stored_in_full_however_it_ended(speculation: bool | Specul
     llm, answers = suffix(), []
     whole = ask(plain(), PROMPTS[0], params_with())
     text = plain().generate(PROMPTS[0], params_with())[0].outputs[0].text
-    ends = [
+    ends: list[dict[str, Any]] = [
         *({"max_tokens": n} for n in (1, 2, 7, 32)),
         *({"stop": text[n : n + 4]} for n in (20, 40)),
         *({"stop_token_ids": [whole[n]]} for n in (3, 19)),

@@ -219,11 +219,13 @@ def check_rotation(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) 
     qkv = torch.randn(5, 8 * width, generator=noise).to(device, dtype)
     angles = torch.randn(64, width // 2, generator=noise).repeat(1, 2)
     turns = angles.cos().to(device), angles.sin().to(device)
-    at = tuple(torch.tensor(t, dtype=torch.int32, device=device) for t in (positions, [7, 8, 1, 30, 31]))
+    place, slot = (torch.tensor(t, dtype=torch.int32, device=device) for t in (positions, [7, 8, 1, 30, 31]))
+    at = place, slot
     gains = torch.randn(6, width, generator=noise).to(device, dtype)
     for gain, joint, begins in product((None, gains, gains.float()), (False, True), ((0, 0), (21, 21), (21, 42))):
         layer = Attention(None, nothing, nothing, gain, None, None, None, *begins, joint)
-        stores = tuple(torch.zeros(kv_heads, slots, width, dtype=dtype, device=device) for _ in range(2))
+        empty = torch.zeros(kv_heads, slots, width, dtype=dtype, device=device)
+        stores = (empty, empty.clone())
         query = ops.rotate_store(qkv, turns, at, layer, shape, stores)
         queries, keys, values = qkv.double().view(5, 8, width).split([heads, kv_heads, kv_heads], 1)
         for i, position in enumerate(positions[:-1]):
@@ -314,24 +316,25 @@ def check_experts(
 
     Results of products are rounded twice on the way.
     """
-    for seed, (*sizes, clamp) in enumerate(EXPERTS):
-        mlp = random_experts(seed, device, dtype, *sizes, GatedMlp(nothing, nothing, clamp), quantize)
-        noise, outputs = torch.Generator().manual_seed(seed), sizes[0] + sizes[3]
+    for seed, (count, active, normalised, gated, clamp) in enumerate(EXPERTS):
+        form = GatedMlp(nothing, nothing, clamp)
+        mlp = random_experts(seed, device, dtype, count, active, normalised, gated, form, quantize)
+        noise, outputs = torch.Generator().manual_seed(seed), count + gated
         for rows in (1, 24):
             x, dense = (torch.randn(rows, 48, generator=noise).to(device, dtype) for _ in range(2))
             logits = (torch.randn(rows, outputs, generator=noise) * 2).round().to(device, dtype)  # many are equal
             logits[: rows // 2, 0] = 9  # and many rows choose the first expert
             positions = torch.arange(rows, dtype=torch.int32, device=device)
             positions[rows // 2 :: 3] = -1 if rows > 1 else 0
-            given, seen = dense if sizes[3] else None, positions >= 0
+            given, seen = dense if gated else None, positions >= 0
             assert mlp.stacked is not None
             assert mlp.stacked.num_read is not None
             mlp.stacked.num_read.zero_()
             found = ops.experts(x, logits, positions, mlp, given)
-            ranked = logits[seen, : sizes[0]].float().sort(dim=1, descending=True, stable=True).indices
-            assert int(mlp.stacked.num_read) == len(ranked[:, : sizes[1]].unique()), "each expert counts once"
+            ranked = logits[seen, :count].float().sort(dim=1, descending=True, stable=True).indices
+            assert int(mlp.stacked.num_read) == len(ranked[:, :active].unique()), "each expert counts once"
             wanted = by_each_expert(mlp, x, logits, given)
-            assert (found.double() - wanted)[seen].abs().max() <= 4 * tolerance * wanted.abs().max(), sizes
+            assert (found.double() - wanted)[seen].abs().max() <= 4 * tolerance * wanted.abs().max(), seed
             if given is None:
                 assert not found[~seen].any(), "padding chooses none"
             for i in range(0, rows if rows > 1 else 0, 8):

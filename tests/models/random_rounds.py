@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from forerun.tree import DraftTree, HostTree
 from kit.rows import rows_of
 
 VOCAB = 40
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     field.name: field.default
     for field in fields(SamplingParams)
     if field.name in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

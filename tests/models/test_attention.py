@@ -79,7 +79,7 @@ def test_the_padding_is_the_smallest_under_which_a_kernel_is_invariant(
     """A kernel that adds in another order where its queries are no multiple of `rows`; for 24, no padding will do."""
     honest = attend_path
 
-    def fickle(q: Tensor, keys: Tensor, values: Tensor, path: object, window: int | None, **more: Any) -> Tensor:
+    def fickle(q: Tensor, keys: Tensor, values: Tensor, path: Any, window: int | None, **more: Any) -> Tensor:
         found = honest(q, keys, values, path, window, **more)
         return found + 1e-7 if len(q) % rows else found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,7 +155,7 @@ def test_an_unreadable_file_is_named_in_the_error(folder: Path, name: str, monke
     if name == INDEX:
         (folder / "model.safetensors").rename(folder / "1.safetensors")
         write(folder / INDEX, {"weight_map": {"model.norm.weight": "1.safetensors"}})
-    read, opened = Path.read_text, stored.safe_open
+    read, opened = Path.read_text, safetensors.safe_open
 
     def read_text(path: Path, *args: Any, **options: Any) -> str:
         if path.name == name:

@@ -9,7 +9,8 @@ import torch
 
 from forerun import machine
 from forerun.config import KernelChoice
-from forerun.models import choice, loading
+from forerun.models import loading
+from forerun.models.backends.native_check import find_kernels
 from forerun.models.loading import Blueprint
 from kit.checkpoints import TARGET
 from kit.compiled import require_compiler
@@ -19,7 +20,7 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 def instructions(patch: pytest.MonkeyPatch) -> None:
     """Kernels compiled for another processor."""
-    found = choice.find_kernels("native", torch.float32)
+    found = find_kernels("native", torch.float32)
     assert found is not None
     patch.setattr(found, "instructions", "AVX9")
 

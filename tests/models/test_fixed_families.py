@@ -4,6 +4,7 @@ Weights are random: nothing that a family has can be left out unseen.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_drafted_tokens_are_those_of_plain_decoding(family: str, quantize: Quant
     """On the CPU, but for weights of few bits, of which it computes others."""
     folder = str(write_architecture(tmp_path / "target", f"{family}ForCausalLM"))
     params = [SamplingParams(temperature=t, seed=3, max_tokens=8, ignore_eos=True) for t in (0, 1, 0.8, 1.5)]
-    options = {"dtype": "float32", "quantize": quantize, "max_model_len": 128}
+    options: dict[str, Any] = {"dtype": "float32", "quantize": quantize, "max_model_len": 128}
     plain, *drafted = (
         LLM(folder, draft, device=place, speculation=shape, **options)
         for place, draft, shape in (

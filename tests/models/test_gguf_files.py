@@ -14,7 +14,7 @@ import tokenizers
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -94,8 +94,8 @@ def test_formats_have_the_codes_and_sizes_that_gguf_knows() -> None:
 
 def vocabulary(folder: Path) -> dict[str, Any]:
     """A file's metadata for the tokenizer of a folder whose model is BPE with byte fallback."""
-    described = read_json(folder / "tokenizer.json")
-    model: Any = described["model"]
+    described: Any = read_json(folder / "tokenizer.json")
+    model = described["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     ranks = {left + right: -i for i, (left, right) in reversed([*enumerate(model["merges"])])}
     special: Any = {each["content"] for each in described["added_tokens"]}
@@ -140,7 +140,7 @@ def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -
 
 
 def test_without_a_chat_template_the_error_names_the_users_file(tmp_path: Path) -> None:
-    file = stories(tmp_path / "mine.gguf", **{"tokenizer.chat_template": None})
+    file = stories(tmp_path / "mine.gguf", **dict[str, Any]({"tokenizer.chat_template": None}))
     with pytest.raises(ChatTemplateError) as refusal:
         require_template(ModelSpec(str(file)))
     assert f"no chat template in {file} (tokenizer.chat_template)" in str(refusal.value)
@@ -202,7 +202,7 @@ def described_as(file: GgufFile, architecture: str, **more: Any) -> GgufFile:
 
 
 def test_no_value_of_the_metadata_raises_raw(tmp_path: Path) -> None:
-    llama = GgufFile.read(stories(tmp_path / "model.gguf", **{"llama.attention.key_length": 8, **MORE}))
+    llama = GgufFile.read(stories(tmp_path / "model.gguf", **dict[str, Any]({"llama.attention.key_length": 8}, **MORE)))
     merges = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}
     for file in (llama, described_as(llama, "eagle3"), described_as(llama, "gemma3", **merges)):
         for key in file.metadata:

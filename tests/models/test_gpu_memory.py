@@ -22,6 +22,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.memory import pass_sizes, plan_engine
 from forerun.engine.request_check import RequestChecker
 from forerun.models.backends.gpu.backend import QUANTIZERS, OneGemmLinear
+from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.groups import GroupLinear
 from forerun.models.backends.gpu.verdicts import MOST_ROWS, VerdictShape
 from forerun.models.backends.torch_cpu.quantized import GROUP
@@ -124,6 +125,7 @@ def long_prompts(engine: Engine) -> None:
 def largest_verdict_graph(engine: Engine) -> None:
     submit(engine, 16, 40, depth=11)
     assert most_judged(engine, 5) == MOST_ROWS
+    assert isinstance(engine.runner, GraphRunner)
     assert MOST_ROWS in {key[0].rows for key in engine.runner.graphs.captured if isinstance(key[0], VerdictShape)}
 
 

@@ -4,6 +4,7 @@ import random
 import sys
 from contextlib import nullcontext
 from types import FrameType
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -27,11 +28,14 @@ TOLERANCE = 1e-4  # logits are of size 10: sums in another order
 @pytest.fixture(scope="module")
 def pair() -> tuple[Runner, GraphRunner]:
     plain, fixed = (Blueprint.of(str(TARGET), dtype="float32", device=place).load(64) for place in (CPU, FIXED))
-    return plain, fixed  # type: ignore[return-value]
+    assert isinstance(fixed, GraphRunner)
+    return plain, fixed
 
 
-def fresh(pair: tuple[Runner, GraphRunner], num_tokens: int = 2048, block_size: int = 16) -> list[Runner]:
-    return [type(runner).of(runner.decoder, num_tokens, block_size) for runner in pair]
+def fresh(pair: tuple[Runner, GraphRunner], num_tokens: int = 2048, block_size: int = 16) -> tuple[Runner, GraphRunner]:
+    plain, fixed = (type(runner).of(runner.decoder, num_tokens, block_size) for runner in pair)
+    assert isinstance(fixed, GraphRunner)
+    return plain, fixed
 
 
 def random_read(dice: random.Random, seq_id: int, kind: str) -> tuple[Read, list[int]]:
@@ -171,7 +175,7 @@ def test_the_work_of_laying_out_a_prompt_is_linear_in_its_length() -> None:
         """Lines that are run, every turn of a loop for itself."""
         lines = 0
 
-        def count(frame: FrameType, *_: object) -> object:
+        def count(frame: FrameType, *_: object) -> Any:
             nonlocal lines
             lines += frame.f_code.co_filename.endswith("fixed.py")  # not those that check its arguments
             return count

@@ -93,7 +93,7 @@ def test_experts_of_different_formats_are_held_in_a_common_one(
 @pytest.mark.parametrize(
     ("quantize", "kind", "error"), [("int8", "INT8", 0.01), ("fp8", "E4M3", 0.04), ("int4", "INT4", 0.12)]
 )
-def test_weights_are_rounded_as_they_are_loaded(quantize: str, kind: str, error: float) -> None:
+def test_weights_are_rounded_as_they_are_loaded(quantize: Quantization, kind: str, error: float) -> None:
     weight = rows_of(OUTPUTS, 200).bfloat16()
     layer = GpuBackend(Placement(CPU, fixed=True, one_gemm=True)).linear(weight, None, quantize)
     assert isinstance(layer, GroupLinear)

@@ -55,7 +55,7 @@ class Watch:
         self.kernels: set[str] = set()
 
     def begin(self, sizes: Place) -> None:
-        places = [*product(*map(range, sizes))]
+        places: list[Place] = [*product(range(sizes[0]), range(sizes[1]), range(sizes[2]))]
         if self.dice is not None:
             self.dice.shuffle(places)
         self.order = iter(places)
@@ -91,9 +91,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     def touched(pointers, mask) -> list[int]:
         return np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].tolist()
 
-    def set_grid_dim(*sizes: int) -> None:
-        set_dim(*sizes)
-        seen.begin(sizes)
+    def set_grid_dim(x: int, y: int, z: int) -> None:
+        set_dim(x, y, z)
+        seen.begin((x, y, z))
 
     def set_grid_idx(*_: int) -> None:
         seen.here = next(seen.order)
@@ -179,7 +179,8 @@ def test_programs_that_share_a_written_address_are_found(watch: Watch, kernel, m
 
 
 def test_an_order_that_matters_is_found(watch: Watch) -> None:
-    watch.end, watch.dice = lambda name: None, random.Random(0)
+    watch.end = lambda name: None  # type: ignore[method-assign]
+    watch.dice = random.Random(0)
     x, out = torch.ones(6), torch.zeros(6)
     running[(6,)](x, out, SIZE=6)
     assert not torch.equal(out, torch.arange(1.0, 7.0))

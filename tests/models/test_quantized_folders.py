@@ -36,7 +36,7 @@ SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256} |
 }
 FIXED = Placement(torch.device("cpu"), fixed=True)
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},

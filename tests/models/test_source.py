@@ -16,14 +16,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound, UnknownDrafter
 from forerun.heads.folder import find_heads
 from forerun.heads.kinds import find_of_kind
-from forerun.models import source
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, FOLDER
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint, find_tokenizer
@@ -274,7 +273,7 @@ def test_a_folder_in_the_working_directory_wins(elsewhere: Path) -> None:
 def test_a_package_without_its_data_is_a_named_error(
     elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(source.BUNDLED, "stdlib", tmp_path / "lost")
+    monkeypatch.setitem(BUNDLED, "stdlib", tmp_path / "lost")
     with pytest.raises(ModelNotFound, match=r"stdlib should be in the package, but .*lost is missing: install"):
         find_checkpoint("stdlib")
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import astuple
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,9 @@ def test_the_fastest_tile_is_measured_once_and_stored_per_gpu(monkeypatch: pytes
     lambda kept: json.dumps({key: tiles | {str(ROWS[1]): [64, 8, 8, 8, 8]} for key, tiles in kept.items()}),
     lambda kept: json.dumps({key: tiles | {str(ROWS[0]): list(astuple(TILES[-1]))} for key, tiles in kept.items()}),
 ])  # fmt: skip
-def test_stored_times_of_other_tiles_and_damaged_files_are_measured_again(damage: Callable[[dict], str]) -> None:
+def test_stored_times_of_other_tiles_and_damaged_files_are_measured_again(
+    damage: Callable[[dict[str, Any]], str],
+) -> None:
     best = chosen()
     tiles_file().write_text(damage(json.loads(tiles_file().read_text())))
     measured.clear()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ from models.kernel_laws import (
     scattered,
 )
 
-SHAPES = [
+SHAPES: list[dict[str, Any]] = [
     {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16},
     {"heads": 3, "kv_heads": 3, "head_dim": 24, "block_size": 64, "window": 7},
     {"heads": 7, "kv_heads": 1, "head_dim": 64, "block_size": 8, "window": 300, "lengths": (400, 3)},
@@ -112,7 +113,7 @@ def test_the_check_of_independent_rows_can_fail(ops: TritonOps) -> None:
 @pytest.mark.short("1-dtype1")
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16)])
 def test_attention_over_long_reads_has_the_bits_of_single_rows(ops: TritonOps, seed: int, dtype: torch.dtype) -> None:
-    shape = RUNS[seed] | {"branching": 0.0, "most_nodes": 40}
+    shape: dict[str, Any] = RUNS[seed] | {"branching": 0.0, "most_nodes": 40}
     check_runs_have_the_bits_of_splits(ops, random_case(seed, dtype=dtype, **shape))
 
 
@@ -135,7 +136,8 @@ def test_tiles_of_experts_agree(ops: TritonOps, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.short("dtype0-1e-05")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
 def test_row_operations_follow_their_definition(ops: TritonOps, dtype: torch.dtype, tolerance: float) -> None:
-    for made, check in product((ops, TorchOps()), (check_norms, check_rotation, check_activations)):
+    either: tuple[Ops, Ops] = (ops, TorchOps())
+    for made, check in product(either, (check_norms, check_rotation, check_activations)):
         check(made, "cpu", dtype, tolerance)
 
 
@@ -215,6 +217,7 @@ def check_reads(ops: TritonOps, decoder: Decoder) -> Tensor:
 
     def fresh() -> GraphRunner:
         runner = GraphRunner.of(decoder, 128, block_size=16)
+        assert isinstance(runner, GraphRunner)
         runner.ops = ops
         return runner
 

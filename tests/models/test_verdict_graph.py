@@ -99,10 +99,11 @@ def test_draft_tokens_unknown_to_the_host_are_verified_like_known_ones(filtered:
 def test_rounds_that_the_graph_cannot_verify_are_left_to_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     draws, tree, logits = round_of(random.Random(1), 1, 2)
     unseen = replace(tree, known=[HostTree.unseen(len(host.tokens) - 1) for host in tree.host()])
-    others = {"logits_processors": (odd,)}, {"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}
+    others: tuple[dict[str, Any], ...] = {"logits_processors": (odd,)}, {"logit_bias": dict.fromkeys(range(VOCAB), 1.0)}
     monkeypatch.setattr(verdicts, "MOST_IDS", VOCAB - 1)
-    for row in ({"params": SamplingParams(**params)} for params in others):
-        assert judged(make(), Draws([draws.rows[0], replace(draws.rows[1], **row)], VOCAB), tree, logits) is None
+    for params in others:
+        row = replace(draws.rows[1], params=SamplingParams(**params))
+        assert judged(make(), Draws([draws.rows[0], row], VOCAB), tree, logits) is None
     grammar = Draws([draws.rows[0], replace(draws.rows[1], constraint=RandomMasks(0, VOCAB))], VOCAB)
     assert judged(make(), grammar, tree, logits) is not None
     assert judged(make(), grammar, unseen, logits) is None
@@ -117,7 +118,9 @@ def test_rounds_that_the_graph_cannot_verify_are_left_to_verify(monkeypatch: pyt
 
 def test_smaller_rounds_use_the_existing_shape() -> None:
     graph = make()
-    graph.tables_of(graph.shape_of(VerdictShape(5, 1, 5, 4)))
+    shape = graph.shape_of(VerdictShape(5, 1, 5, 4))
+    assert shape is not None
+    graph.tables_of(shape)
     for depth in range(1, 5):
         assert graph.shape_of(VerdictShape(1 + depth, 1, 1 + depth, depth)) in graph.tables
     assert graph.shape_of(VerdictShape(1, 1, 1, 0)) not in graph.tables, "a plain round is not padded so far"
@@ -128,7 +131,13 @@ def test_few_graphs_serve_all_parameters_without_unneeded_costly_transforms() ->
         return RoundTables([RowSampling(0, SamplingParams(**params), 0, 0, [1, 2, 3], 1, (0,))], VOCAB).steps
 
     graph = make()
-    several = [{"presence_penalty": 1, "top_p": 0.5}, {"presence_penalty": 1}, {"top_p": 0.5}, {"top_k": 3}, {}]
+    several: list[dict[str, Any]] = [
+        {"presence_penalty": 1, "top_p": 0.5},
+        {"presence_penalty": 1},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {},
+    ]
     for params in several:
         shape = graph.shape_of(VerdictShape(1, 1, 1, 0, steps_of(**params)))
         assert shape is not None
@@ -136,8 +145,9 @@ def test_few_graphs_serve_all_parameters_without_unneeded_costly_transforms() ->
         assert not shape.steps.top_p or "top_p" in params
         graph.tables_of(shape)
     edits: list[dict[str, Any]] = [{"logit_bias": {3: 1}}, {"min_tokens": 9}, {"repetition_penalty": 2}]
+    filters: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 2}, {"min_p": 0.5}, {"top_p": 0.9}]
     assert graph.shape_of(VerdictShape(1, 1, 1, 0, steps_of(), 1)) not in graph.tables, "log-probabilities"
-    for params in [{"temperature": 0}, {"temperature": 2}, {"min_p": 0.5}, {"top_p": 0.9}, *edits]:
+    for params in [*filters, *edits]:
         assert graph.shape_of(VerdictShape(1, 1, 1, 0, steps_of(**params))) in graph.tables, params
 
 

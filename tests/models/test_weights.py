@@ -248,7 +248,8 @@ def test_explicit_formats_are_used_unchanged() -> None:
         torch.bfloat16: ("bfloat16", "bf16"),
     }
     for dtype, names in spellings.items():
-        assert [candidate_dtypes(name, config) for name in (*names, dtype)] == [(dtype,)] * (len(names) + 1)
+        assert [candidate_dtypes(name, config) for name in names] == [(dtype,)] * len(names)
+        assert candidate_dtypes(dtype, config) == (dtype,)
 
 
 def test_auto_prefers_the_checkpoints_own_format() -> None:

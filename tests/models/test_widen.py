@@ -5,11 +5,13 @@ caught by the check before writing and leave no files.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def transformers_logits(folder: Path) -> Tensor:
 
 
 def source_of(folder: Path, case: Case, dtype: torch.dtype = torch.float32) -> Path:
-    model = build(case, folder)
+    model: Any = build(case, folder)
     if dtype != torch.float32:
         for file in folder.glob("*.safetensors*"):
             file.unlink()
@@ -410,7 +412,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monk
     class Usage:
         free = 10**6
 
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
     with pytest.raises(InvalidRequest, match=r"out: .* are needed there, 0\.0 GB are free: choose another"):
         widen(str(SMALL), tmp_path / "wide", Wider(256, 6))
     assert not made_in(tmp_path)

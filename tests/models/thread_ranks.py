@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from forerun.models.shards.launch import LOOPBACK, connect_all
 from forerun.models.shards.ranks import RankGroup

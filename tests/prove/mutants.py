@@ -24,6 +24,8 @@ from forerun.sampling.noise import Purpose, mix
 from forerun.tree import DraftTree
 from forerun.verify import verify as judging
 from forerun.verify.rules import AcceptLaw, Verdict, follow
+from forerun.verify.sanitize import sanitize
+from forerun.verify.verify import verify
 from law.wrong_rules import first_failure_stops, joint_weights, token_residual
 from prove.tables import Pair, Spoil, dropping, flattened
 
@@ -58,8 +60,7 @@ def position_only(patch: Patch) -> None:
 
 def drafts(spoil: Spoil) -> Callable[[Patch], None]:
     """Every draft is changed before the target reads it."""
-    true = engine_round.sanitize
-    return lambda patch: patch.setattr(engine_round, "sanitize", lambda *given: spoil(true(*given)))
+    return lambda patch: patch.setattr(engine_round, "sanitize", lambda *given: spoil(sanitize(*given)))
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,9 @@ LAW_MUTANTS = {
 
 def wrong_token_at(position: int) -> Callable[[Patch], None]:
     """In the round that emits the text's token `position` after draft tokens, another token ends the round there."""
-    true = engine_round.verify
 
     def mutant(tree: DraftTree, logits: Tensor, draws: Draws, rule: Verification, *judge: Any) -> Verdict:
-        verdict = true(tree, logits, draws, rule, *judge)
+        verdict = verify(tree, logits, draws, rule, *judge)
         place = position - draws.root_positions - 1
         hit = (place >= 0) & (place <= verdict.length) & (tree.valid.sum(1) > 1)
         length = torch.where(hit, place, verdict.length)

@@ -132,9 +132,9 @@ class FixedAnswers(AnswerClient):
     async def ask(
         self,
         prompts: Sequence[Passage],
-        _seeds: object,
-        _heat: object,
-        _length: object,
+        seeds: object,
+        temperature: object,
+        max_tokens: object,
         at_once: int,
         *_: Any,
         **__: Any,

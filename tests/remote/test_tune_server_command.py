@@ -20,7 +20,7 @@ MODEL = ToyModel.random(3, nearness=0.5)
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other program is busy, and servers are idle at once."""
-    monkeypatch.setattr(measure, "REST_S", measure.LEAST_S)
+    monkeypatch.setattr(measure, "REST_S", machine.LEAST_S)
     looks = iter(range(10**6))
     quiet = lambda: Neighbours(clock=lambda: float(next(looks)), others_s=lambda: 0.0)  # noqa: E731
     monkeypatch.setattr(measure, "Neighbours", quiet)

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import psutil
 
-from kit.servers import events_of, httpx, library_answer
+from kit.servers import events_of, library_answer
 
 NUM_CLIENTS = 32
 PATIENCE_S = 240.0

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -24,7 +25,7 @@ import yaml
 from forerun.llm import LLM
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.servers import command, httpx, launched, library_answer, running, started, until
+from kit.servers import command, launched, library_answer, running, started, until
 from replicas.conversations import known_share
 from replicas.load import (
     BODIES,
@@ -119,7 +120,7 @@ def test_a_file_is_answered_as_by_one_engine_while_replicas_are_killed(tmp_path:
 
     process = launched(words(shared, "--replicas", "2", "--draft", f"model:{SMALL}"))
     for goal in (20, 50):
-        until(lambda goal=goal: num_answered() >= goal or process.poll() is not None, PATIENCE_S, 0.05)  # type: ignore[misc]
+        until(lambda goal=goal: num_answered() >= goal or process.poll() is not None, PATIENCE_S, 0.05)
         replica_processes(process)[0].kill()
     until(lambda: num_answered() >= 80 or process.poll() is not None, PATIENCE_S, 0.05)
     process.send_signal(signal.SIGINT)

@@ -16,11 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kit.checkpoints import ROOT
 from kit.engines import PATIENCE_S
-from kit.servers import OK, events_of, expected, httpx, launched, started, until
+from kit.servers import OK, events_of, expected, launched, started, until
 
 pytestmark = pytest.mark.full
 Server = tuple[subprocess.Popen[str], str]

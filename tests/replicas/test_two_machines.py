@@ -49,7 +49,7 @@ def env_of(machine: Machine) -> dict[str, str]:
 def node(machine: Machine, line: str, *options: str) -> Iterator[None]:
     """A machine's node of Ray's, by a line of the page's, once it is there."""
     words = [*RAY, *shlex.split(line.replace("HEAD", FIRST))[1:], "--num-cpus", "1", "--block", *options]
-    process = machine.start([*words, "--include-log-monitor", "false"], **env_of(machine))
+    process = machine.start([*words, "--include-log-monitor", "false"], subprocess.DEVNULL, **env_of(machine))
     try:
         until(lambda: has_node(machine) or process.poll() is not None, PATIENCE_S, 0.2)
         assert process.poll() is None, f"{line} ended"

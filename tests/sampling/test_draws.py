@@ -20,7 +20,7 @@ def many_positions(draws: Draws, count: int) -> PathState:
     return PathState(row, row.new_empty(count, 0), torch.arange(count) + 10)
 
 
-def single(rejection: bool = False, vocab: int = 50, seed: int = 12, **params: object) -> Draws:
+def single(rejection: bool = False, vocab: int = 50, seed: int = 12, **params: Any) -> Draws:
     row = RowSampling(0, SamplingParams(**params), seed, 0, [1, 3, 3], 1, (2,))
     return Draws([row], vocab, rejection=rejection)
 
@@ -57,6 +57,7 @@ def test_children_are_drawn_without_replacement(rejection: bool) -> None:
     assert chi_square(seen, pairs.flatten() * count) > 1e-4
     if rejection:
         assert children.law is not None
+        assert children.survival is not None
         assert torch.equal(children.survival, children.law.gather(1, children.tokens))
         assert children.law[0].tolist() == pytest.approx(p.tolist())
 
@@ -95,6 +96,8 @@ def test_rows_have_the_bits_they_would_have_alone(
         assert torch.equal(alone.coins(there, drawn[mine]), coins[mine])
         kids_alone = alone.children(logits[mine], there, 2)
         assert torch.equal(kids_alone.tokens, kids.tokens[mine])
+        assert kids.survival is not None
+        assert kids_alone.survival is not None
         assert torch.equal(kids_alone.survival, kids.survival[mine])
         assert (kids.law is None) == (not rejection)
         if kids.law is not None and kids_alone.law is not None:
@@ -110,7 +113,7 @@ HOSTILE = [math.nan, math.inf, -math.inf, 3e38, -3e38]
 @pytest.mark.parametrize("where", ["all", "one", "half"])
 @pytest.mark.parametrize("params", [*SETTINGS, {"temperature": 0.0}, {"logits_processors": [lambda _, x: x]}])
 def test_children_from_extreme_logits_are_valid_ids_or_none(
-    rejection: bool, value: float, where: str, params: dict[str, object]
+    rejection: bool, value: float, where: str, params: dict[str, Any]
 ) -> None:
     draws = single(rejection=rejection, vocab=9, **params)
     logits = torch.zeros(1, 9)
@@ -129,7 +132,7 @@ def test_children_from_extreme_logits_are_valid_ids_or_none(
 
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"temperature": 0.0, "banned_tokens": [1, 2]}])
-def test_drawn_tokens_are_not_offered_again_if_no_other_is_left(rejection: bool, params: dict[str, object]) -> None:
+def test_drawn_tokens_are_not_offered_again_if_no_other_is_left(rejection: bool, params: dict[str, Any]) -> None:
     """An empty search returns token 0, so token 0 must be among those drawn before."""
     draws = single(rejection=rejection, vocab=4, **params)
     children = draws.children(torch.tensor([[9.0, 0.0, 0.0, 5.0]]), draws.roots(), 4)

@@ -4,6 +4,7 @@ import builtins
 import json
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import forerun.sampling.constraint as module
 from forerun.config import Speculation
 from forerun.engine.request_check import RequestChecker
 from forerun.errors import InvalidGrammar, InvalidRequest, MissingPackage, RequestFailed, UnknownKeyword
@@ -234,7 +234,7 @@ def test_a_grammar_that_takes_too_much_work_fails_its_sequence_and_can_be_used_a
 def test_a_grammar_that_takes_too_much_time_gets_no_drafts_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher, clock, a = constraint(Grammar.regex("a*")), iter(range(10**6)), STORIES.encode_inside("a")[0]
     assert not matcher.slow
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.2)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 0.2)
     matcher.after(())
     assert matcher.slow
     with pytest.raises(RequestFailed) as failed:

@@ -2,10 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def hostile(field: str) -> Iterator[object]:
     yield [[]]
     if field == "logit_bias":
         yield from ({4: value} for value in ANY)
-        yield from ({value: 1.0} for value in ANY if value.__hash__)
+        yield from ({value: 1.0} for value in ANY if isinstance(value, Hashable))
 
 
 def hostile_logits() -> Tensor:
@@ -123,8 +124,8 @@ def is_refused(make: Callable[[], object], field: str) -> bool:
 def test_a_field_is_refused_by_name_or_gives_finite_laws(field: str) -> None:
     accepted = []
 
-    def make(value: object) -> None:
-        others = {"max_tokens": None} if field == "min_tokens" else {}
+    def make(value: Any) -> None:
+        others: dict[str, Any] = {"max_tokens": None} if field == "min_tokens" else {}
         params = SamplingParams(**{field: value, **others})
         params.check_vocabulary(NUM_IDS, (EOS,))
         accepted.append(params)
@@ -212,9 +213,9 @@ def test_trees_have_no_more_nodes_than_fit_depth_and_width(speculation: Speculat
 
 @pytest.mark.parametrize(
     ("numbers", "field"),
-    [((400, 100, 3000), "depth"), ((64, 100, 3000), "nodes"), ((4, 257), "width"), ((257,), "depth")],
+    [((400, 100, 3000), "depth"), ((64, 100, 3000), "nodes"), ((4, 257, None), "width"), ((257, 1, None), "depth")],
 )
-def test_drafts_too_large_to_serve_are_refused(numbers: tuple[int, ...], field: str) -> None:
+def test_drafts_too_large_to_serve_are_refused(numbers: tuple[int, int, int | None], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Speculation(*numbers)
     assert caught.value.field == f"speculation.{field}"

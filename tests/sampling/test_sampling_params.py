@@ -3,6 +3,7 @@
 import math
 import pickle
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_out_of_range_values_are_refused_by_name_and_change_nothing(name: str, value: object) -> None:
+def test_out_of_range_values_are_refused_by_name_and_change_nothing(name: str, value: Any) -> None:
     params = SamplingParams(temperature=0.5, max_tokens=256)
     for make in (lambda: SamplingParams(**{name: value}), lambda: setattr(params, name, value)):
         with pytest.raises(InvalidRequest) as caught:
@@ -64,17 +65,18 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("name", "value"), ACCEPTED)
-def test_values_at_the_ends_of_ranges_are_accepted(name: str, value: object) -> None:
+def test_values_at_the_ends_of_ranges_are_accepted(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 def test_values_in_messages_are_written_as_in_python_and_cut() -> None:
-    for name, value, shown in (
+    cases: list[tuple[str, Any, str]] = [
         ("temperature", "0", "temperature: '0' cannot be served; use 0"),
         ("stop", "a" * 10**6, "stop: 'aaaaa"),
         ("n", 10**5000, "n: an integer of thousands of digits cannot"),
         ("banned_tokens", [-1] * 10**6, "banned_tokens: [-1, -1, "),
-    ):
+    ]
+    for name, value, shown in cases:
         with pytest.raises(InvalidRequest) as caught:
             SamplingParams(**{name: value})
         assert str(caught.value).startswith(shown)
@@ -82,8 +84,9 @@ def test_values_in_messages_are_written_as_in_python_and_cut() -> None:
 
 
 def test_none_is_an_empty_list() -> None:
-    none = SamplingParams(stop=None, stop_token_ids=None, banned_tokens=None, logits_processors=None)
-    assert none == SamplingParams()
+    none: Any = None
+    params = SamplingParams(stop=none, stop_token_ids=none, banned_tokens=none, logits_processors=none)
+    assert params == SamplingParams()
 
 
 def test_sequences_are_kept_as_tuples() -> None:
@@ -96,7 +99,7 @@ def test_sequences_are_kept_as_tuples() -> None:
 
 
 def test_logit_bias_is_copied() -> None:
-    bias = {1: 2}
+    bias: dict[int, float] = {1: 2}
     params = SamplingParams(logit_bias=bias)
     bias[1] = NAN
     assert params.logit_bias == {1: 2.0}
@@ -143,7 +146,8 @@ def test_ids_beyond_the_vocabulary_are_refused(params: SamplingParams, field: st
 
 
 def test_numpy_numbers_become_python_numbers() -> None:
-    fields = {"stop": "end", "temperature": np.float32(0.5), "top_p": Fraction(1, 2), "logit_bias": {np.int64(3): 1}}
+    fields: dict[str, Any] = {"stop": "end", "temperature": np.float32(0.5), "top_p": Fraction(1, 2)}
+    fields["logit_bias"] = {np.int64(3): 1}
     fields["banned_tokens"] = [*np.arange(2), np.uint8(7)]
     params = SamplingParams()
     for name, value in fields.items():
@@ -161,6 +165,6 @@ def test_numpy_numbers_become_python_numbers() -> None:
 )
 def test_the_message_for_an_unknown_name_suggests_the_right_one(wrong: str, right: str) -> None:
     with pytest.raises(UnknownKeyword, match=rf"SamplingParams\(\) has no keyword '{wrong}': did you mean '{right}'\?"):
-        SamplingParams(**{wrong: 1})
+        SamplingParams(**dict[str, Any]({wrong: 1}))
     with pytest.raises(UnknownKeyword, match=f"did you mean '{right}'"):
         setattr(SamplingParams(), wrong, 1)

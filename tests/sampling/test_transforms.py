@@ -1,7 +1,7 @@
 """Transforms compared with a slow oracle in plain Python, one row at a time; ties, order, paths, processors."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,11 +31,11 @@ def oracle(logits: list[float], row: RowSampling, num_ids: int) -> list[float]:
     return softmax(filtered_logits(x, row.params)).tolist()
 
 
-def alternate(text: object, logits: Tensor) -> Tensor:
+def alternate(text: Sequence[int], logits: Tensor) -> Tensor:
     """A processor that depends on the whole text: forbids the neighbours of the last token."""
-    last = list(text)[-1]
+    last = text[-1]
     logits[[(last + 1) % VOCAB, (last + 3) % VOCAB]] = -math.inf
-    return logits + 0.1 * len(list(text))
+    return logits + 0.1 * len(text)
 
 
 tokens = st.integers(0, VOCAB - 1)
@@ -119,7 +119,7 @@ def test_nodes_have_the_law_of_their_path_as_committed_text(
         assert torch.equal(fresh.draw(logits[node : node + 1], fresh.roots())[0], drawn[node])
 
 
-def law_of(logits: list[float], **params: object) -> list[float]:
+def law_of(logits: list[float], **params: Any) -> list[float]:
     draws = Draws([RowSampling(0, SamplingParams(**params), 0, 0, [0, 1], 1, ())], len(logits))
     return draws.probs(torch.tensor([logits]), draws.roots())[0].tolist()
 
@@ -158,7 +158,7 @@ def test_a_nucleus_has_the_same_bits_with_full_and_partial_sorting() -> None:
         assert probs[~kept].max() <= probs[kept].min()
 
 
-def processed(processor: object, eos_ids: tuple[int, ...] = ()) -> Tensor:
+def processed(processor: Any, eos_ids: tuple[int, ...] = ()) -> Tensor:
     params = SamplingParams(logits_processors=[processor])
     draws = Draws([RowSampling(0, params, 0, 0, [1, 2], 1, eos_ids)], 4)
     return draws.probs(torch.zeros(1, 4), draws.roots())[0]
@@ -199,7 +199,7 @@ def test_an_error_in_a_processor_names_its_sequence() -> None:
 def test_processors_cannot_change_the_round() -> None:
     """Writing into the received logits or text changes neither the caller's logits nor the sequence."""
 
-    def rude(text: list[int], logits: Tensor) -> Tensor:
+    def rude(text: Any, logits: Tensor) -> Tensor:
         text.append(99)
         return logits.zero_()
 

@@ -1,6 +1,7 @@
 """Winners found by looking at few tokens equal the argmax over all noise, to the bit, for any logits."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -72,11 +73,11 @@ def test_noise_of_single_tokens_has_the_bits_of_the_whole_row(count: int, seed: 
     assert torch.equal(gumbel_at(keys[row], ids, WIDE), gumbel(keys, WIDE)[row, ids])
 
 
-def rows_of(*params: dict[str, object]) -> list[RowSampling]:
+def rows_of(*params: dict[str, Any]) -> list[RowSampling]:
     return [RowSampling(i, SamplingParams(**p), 5 + i, 0, [7, 8, 9, 8], 1, (2,)) for i, p in enumerate(params)]
 
 
-MIXED: tuple[dict[str, object], ...] = (
+MIXED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.0},
     {"temperature": 0.6, "top_p": 0.8, "top_k": 50},

@@ -88,7 +88,8 @@ def answer(form: CallForm | str, functions: dict[str, Any], **options: Any) -> A
     """Answers that call these functions in a form, by its name or itself."""
     calls = NAMED[form] if isinstance(form, str) else form
     begun = "<|start|>assistant" if calls.kind == "harmony" else None
-    return AnswerForm(**{"calls": calls, "functions": functions, "begun": begun} | options)
+    usual: dict[str, Any] = {"calls": calls, "functions": functions, "begun": begun}
+    return AnswerForm(**usual | options)
 
 
 def parts(form: AnswerForm, pieces: Iterable[str]) -> list[tuple[str, Any]]:

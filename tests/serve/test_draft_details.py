@@ -27,7 +27,8 @@ def chunks_of(server: Running, path: str = "/v1/completions", **body: Any) -> li
 
 def path_of(nodes: list[dict[str, Any]]) -> list[int]:
     """The indices of accepted nodes, from the root down; asserts that they form one path."""
-    path, at = [], -1
+    path: list[int] = []
+    at: int | None = -1
     while at is not None:
         found = [i for i, node in enumerate(nodes) if node["accepted"] and node["parent"] == at]
         assert len(found) <= 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.accept.commit import Origin
-from forerun.accept.delta import Delta, Segment
+from forerun.accept.delta import Delta, FinishReason, Segment
 from forerun.accept.stop import StopChecker
 from forerun.request import ChatOptions
 from forerun.sampling.params import SamplingParams
@@ -77,7 +77,7 @@ def test_only_the_special_token_is_a_tag(name: str, tag: str, text: str) -> None
         for deltas in ([segments], [[each] for each in segments]):
             splitter, read = AnswerSplitter(form), list[AnswerPart]()
             for place, each in enumerate(deltas, 1):
-                reason = "stop" if place == len(deltas) else None
+                reason: FinishReason | None = "stop" if place == len(deltas) else None
                 read += splitter.take(Delta(0, 0, 0, (), (), tuple(each), (), reason, None))
             assert any(part.call for part in read) == special
             assert special or joined(read) == [("content", before + tag + behind)]

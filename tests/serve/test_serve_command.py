@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_mistakes_are_reported_before_anything_is_loaded(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("field", ["max_queue", "max_body_bytes", "port", "drain_s", "request_s"])
 def test_settings_are_checked(field: str) -> None:
     with pytest.raises(InvalidRequest, match=field):
-        ServeSettings(**{field: -1.0 if field.endswith("_s") else -1})
+        ServeSettings(**dict[str, Any]({field: -1.0 if field.endswith("_s") else -1}))
 
 
 @pytest.mark.parametrize(

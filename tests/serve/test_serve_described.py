@@ -14,7 +14,7 @@ from forerun.serve.problems import ApiError
 from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, openapi_body
 from forerun.serve.settings import ServeSettings
 from kit.engines import plain
-from serve.test_serve_tools import HERMES
+from serve.call_templates import HERMES
 
 LEAST: dict[Endpoint, dict[str, Any]] = {
     "completions": {"prompt": "a"},

@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +36,7 @@ from forerun.serve.envelope import ACCESS
 from forerun.streams import BackgroundStream, unfailing_stderr
 from kit.checkpoints import ROOT
 from kit.engines import PATIENCE_S
-from kit.servers import OK, command, drafting, expected, httpx, launched, library_answer, running, until
+from kit.servers import OK, command, drafting, expected, launched, library_answer, running, until
 
 gives_up = pytest.mark.filterwarnings("ignore:.*past answers are no longer stored there:RuntimeWarning")
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="/dev/full and pipes are of POSIX")
@@ -130,7 +131,7 @@ def serving(redirect: str, *options: str, **env: str) -> Iterator[httpx.Client]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = " ".join(["exec", *command("--port", str(port), "--access-log", *options), redirect])
-    process = launched(["bash", "-c", line], **env)
+    process = launched(["bash", "-c", line], subprocess.DEVNULL, **env)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S) as http:
 
@@ -252,8 +253,9 @@ def logging_to_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        for each, (level, each.propagate, each.disabled, each.handlers) in zip(loggers, before, strict=True):
+        for each, (level, propagate, disabled, handlers) in zip(loggers, before, strict=True):
             each.setLevel(level)
+            each.propagate, each.disabled, each.handlers = propagate, disabled, handlers
 
 
 @needs_posix

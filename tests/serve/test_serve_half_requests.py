@@ -88,7 +88,7 @@ def test_bodies_being_received_have_bounded_memory_and_the_oldest_is_dropped(ser
         socks = []
         for number in range(uploads.MOST_AT_ONCE + 1):
             socks.append(stack.enter_context(server.raw(head("/v1/completions", 1000) + b" " * 999)))
-            until(lambda number=number: len(held.under_way) == min(number + 1, uploads.MOST_AT_ONCE))  # type: ignore[misc]
+            until(lambda number=number: len(held.under_way) == min(number + 1, uploads.MOST_AT_ONCE))
         until(lambda: held.num_bytes == uploads.MOST_AT_ONCE * 999)
         assert status_of(socks[0]) == 408
         assert text(server) == expected()

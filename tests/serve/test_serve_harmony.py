@@ -111,7 +111,7 @@ def called(ident: str, city: str) -> dict[str, Any]:
 
 def test_earlier_reasoning_calls_and_results_are_in_the_prompt() -> None:
     results = [{"role": "tool", "tool_call_id": each, "content": f"of {each}"} for each in ("b", "a")]
-    call = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    call: dict[str, Any] = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
     call |= {"tool_calls": [called("a", "Rome"), called("b", "Oslo")]}
     text = history_of(call, *results, {"role": "assistant", "content": "So.", "reasoning": "Well."})
     places = [text.index(each) for each in ("Hm.\n\nI look.", "Rome", "of a", "Oslo", "of b", "Well.", "So.")]

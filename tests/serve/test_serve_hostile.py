@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.renderer import Renderer
 from forerun.text.tokenizer import Tokenizer
 from kit.engines import PATIENCE_S, plain
-from kit.servers import ENDLESS, TEMPLATE, drafting, httpx, running, slow_rounds, until
+from kit.servers import ENDLESS, TEMPLATE, drafting, running, slow_rounds, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE}
 SETTINGS = ServeSettings(trust_request_templates=True)

@@ -5,6 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+import openai
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from forerun.serve.problems import ApiError
 from forerun.serve.records import REQUESTS
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
-from kit.servers import OK, Running, drafting, expected, httpx, openai, running, serving
+from kit.servers import OK, Running, drafting, expected, running, serving
 
 ADDRESSES = [
     ("GET", "/"), ("GET", "/page/app.js"), ("GET", "/page/settings"), ("GET", "/metrics"), ("GET", "/health"),

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
 from forerun.engine.engine import Engine, RoundPlan
@@ -26,8 +28,6 @@ from kit.servers import (
     Running,
     drafting,
     expected,
-    httpx,
-    openai,
     posted,
     running,
     serving,

@@ -35,7 +35,7 @@ def test_tasks_run_one_by_one_with_a_pause_behind_each(lengths: list[float], fai
 
     async def work() -> list[Any]:
         tasks = SerialRunner()
-        asked = [tasks.run(lambda number=number: task(number)) for number in range(len(lengths))]  # type: ignore[misc]
+        asked = [tasks.run(lambda number=number: task(number)) for number in range(len(lengths))]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     for number, result in enumerate(asyncio.run(work())):
@@ -52,7 +52,7 @@ def test_a_task_without_its_client_keeps_its_turn_and_one_that_waits_is_not_run(
     async def work() -> list[str]:
         tasks, ends, done = SerialRunner(), threading.Event(), list[str]()
         first = asyncio.create_task(tasks.run(lambda: (ends.wait(5), done.append("first"))))
-        others = [asyncio.create_task(tasks.run(lambda name=name: done.append(name))) for name in ("gone", "last")]  # type: ignore[misc]
+        others = [asyncio.create_task(tasks.run(lambda name=name: done.append(name))) for name in ("gone", "last")]
         await asyncio.sleep(0.01)
         first.cancel()
         others[0].cancel()

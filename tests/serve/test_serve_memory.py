@@ -5,13 +5,14 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 import torch
 
 from forerun.cache.blocks import OutOfBlocks
 from forerun.models.decoder import Outputs
 from forerun.models.runner import Read, Runner
-from kit.servers import Running, drafting, library_answer, openai, running
+from kit.servers import Running, drafting, library_answer, running
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": prompt, "seed": seed, "max_tokens": 12, "temperature": seed % 2}

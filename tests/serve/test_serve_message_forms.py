@@ -33,7 +33,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 NAMES = ("go", "see")
-FEW = {"max_size": 2}
+FEW: dict[str, Any] = {"max_size": 2}
 WORDS = st.sampled_from(["", "Once", "a dog", "upon\n", " ran", "<think>", "é"])
 TEXT = st.builds(lambda text: {"type": "text", "text": text, "cache_control": None}, WORDS)
 TEXTS = WORDS | st.lists(TEXT, min_size=1, **FEW)

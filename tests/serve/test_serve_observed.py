@@ -15,6 +15,7 @@ from forerun.control.forecast import Forecast
 from forerun.errors import MissingPackage
 from forerun.llm import LLM
 from forerun.serve import records
+from forerun.serve.envelope import ACCESS
 from forerun.serve.records import LogFormat, log_to_stderr
 from forerun.streams import show_warnings
 from kit.checkpoints import ROOT, SMALL, TARGET
@@ -155,7 +156,7 @@ def test_metrics_agree_with_the_usage_of_answers() -> None:
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was written to standard error; loggers are as before at the end."""
-    names = ["forerun", *records.LEVELS, records.REQUESTS, records.ACCESS]
+    names = ["forerun", *records.LEVELS, records.REQUESTS, ACCESS]
     before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in map(logging.getLogger, names)]
     yield lambda: capsys.readouterr().err
     for logger, level, propagate, disabled in before:
@@ -261,6 +262,7 @@ def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch
     assert f"{first.context.trace_id:x}" == caller.split("-")[1].lstrip("0")
     assert f"{first.parent.span_id:x}" == caller.split("-")[2]
     assert second.parent is None
+    assert first.attributes is not None
     assert first.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
     assert first.attributes["forerun.num_accepted"] == usage["speculation"]["num_accepted"]
     parts = [span for span in spans if span.parent and span.parent.span_id == first.context.span_id]

@@ -19,7 +19,7 @@ LIMITS = {
     "responses": ["max_output_tokens"],
     "messages": ["max_tokens"],
 }
-ENDPOINTS: dict[str, Endpoint] = {where: where.split("/")[0] for where in LIMITS}  # type: ignore[misc]
+ENDPOINTS: dict[str, Endpoint] = {where: where.split("/")[0] for where in LIMITS}
 NAMES = {"prompt", "messages", "input"}.union(*LIMITS.values())
 PROMPTS = {"completions": "prompt", "responses": "input"}  # elsewhere messages
 COUNTS = (

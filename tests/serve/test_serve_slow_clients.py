@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from forerun.serve import connections
 from forerun.serve.connections import Connection
-from kit.servers import ENDLESS, OK, Running, drafting, ended, httpx, posted, running, serving, until
+from kit.servers import ENDLESS, OK, Running, drafting, ended, posted, running, serving, until
 from serve.test_serve_load import certificate_at
 
 MUCH = ENDLESS | {"max_tokens": 200, "logprobs": 20}
@@ -191,7 +192,7 @@ def test_a_client_that_reads_nothing_over_tls_is_cut_off(
     key, certificate = certificate_at(tmp_path)
     verify = ssl.create_default_context(cafile=str(certificate))
     much = {**MUCH, "max_tokens": 450, "stream": stream}
-    tls = {"tls_key": key, "tls_cert": certificate}
+    tls: dict[str, Any] = {"tls_key": key, "tls_cert": certificate}
     with drafting() as llm, running(llm, drain_s=1.0, **tls) as server, server.raw(buffer=SMALL_BUFFER) as sock:
         wrapped = verify.wrap_socket(sock, server_hostname="127.0.0.1")
         wrapped.sendall(posted("/v1/completions", much))

@@ -15,10 +15,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from kit.engines import PATIENCE_S
-from kit.servers import httpx, library_answer, started, until
+from kit.servers import library_answer, started, until
 
 SECONDS = float(os.environ.get("FORERUN_SOAK_S", "20"))
 NUM_CLIENTS = 64

@@ -161,7 +161,8 @@ def test_templates_by_name_are_read_as_transformers_writes_them(tmp_path: Path, 
     tokenizer.chat_template = NAMED[kind]
     tokenizer.save_pretrained(tmp_path / "saved", save_jinja_files=in_files)
     ours, theirs = Tokenizer.load(tmp_path / "saved"), AutoTokenizer.from_pretrained(tmp_path / "saved")
-    for tools in (None, [TOOL]):
+    either: tuple[list[Any] | None, ...] = (None, [TOOL])
+    for tools in either:
         if kind == "tools alone" and tools is None:
             with pytest.raises(TokenizerError, match=r"no chat template .* which has .*tool_use"):
                 ours.apply_chat_template(TALK, tools, tokenize=False)

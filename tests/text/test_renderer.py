@@ -368,7 +368,7 @@ def of_random(count: int, atoms: st.SearchStrategy[str], check: Callable[[str], 
 def test_random_templates_give_what_transformers_gives(count: int) -> None:
     def check(body: str) -> None:
         source = "{% set n = namespace(v=1, w=[1]) %}" + body
-        tools = [{"type": "function", "function": {"name": "f"}}]
+        tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
         ours = outcome(lambda: rendered(source, TALK, tools=tools, x=0))
         theirs = outcome(lambda: render_jinja_template([TALK], tools, chat_template=source, x=0)[0][0])
         assert ours == theirs

@@ -120,7 +120,7 @@ def test_every_class_that_language_models_use_is_here() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-    names = {TOKENIZER_MAPPING_NAMES.get(model) for model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {None}
-    classes = {name: getattr(transformers, name, None) for name in names}
+    names = {TOKENIZER_MAPPING_NAMES.get(model) for model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    classes = {name: getattr(transformers, name, None) for name in names if name is not None}
     fast = {n for n, c in classes.items() if isinstance(c, type) and issubclass(c, transformers.TokenizersBackend)}
     assert not fast - {*CLASSES, *OF_ENCODERS}

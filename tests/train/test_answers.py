@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.accept.delta import Delta
 from forerun.config import Speculation
 from forerun.control.measured import MeasuredDepth
 from forerun.engine.sequence import Sequence
@@ -146,7 +147,12 @@ def test_a_preempted_sequence_is_recorded_again_from_its_start(source: AnswerSou
     prompts, numbers, sequences = [source.prompt(i) for i in range(6)], range(6), list[Sequence]()
     small.settings = source.settings = replace(SETTINGS, max_tokens=90)
     submitted = small.llm.engine.submit
-    small.llm.engine.submit = lambda s, on_delta=None: (sequences.append(s), submitted(s, on_delta))[1]  # type: ignore[method-assign,func-returns-value]
+
+    def counted(sequence: Sequence, on_delta: Callable[[Delta], None] | None = None) -> None:
+        sequences.append(sequence)
+        submitted(sequence, on_delta)
+
+    small.llm.engine.submit = counted  # type: ignore[method-assign]
     found = small.generate(prompts, TRAINED, numbers, no_report)
     small.llm.close()
     expected = source.generate(prompts, TRAINED, numbers, no_report)

@@ -111,7 +111,7 @@ def test_acceptance_on_held_out_answers_is_what_an_engine_counts(kind: str, temp
                 accepted[j] += j < row.accepted
         plain_record(outcome)
 
-    llm.engine.controller.record = recording
+    llm.engine.controller.record = recording  # type: ignore[method-assign]
     for text in texts:
         assert text.is_cut
         answer = llm.generate([list(text.tokens[: text.num_prompt])], settings.sampling(text.seed))[0]

@@ -366,7 +366,7 @@ def test_ten_kills_at_random_moments_leave_the_same_weights(
     assert expected == contents(trained("early-exit")[0])
     for _ in range(40):
         after_s = rng.uniform(0.3, 1.0) * whole_s
-        was_killed = kill_at(prompts, folder, lambda now_s, after_s=after_s: now_s >= after_s)  # type: ignore[misc]
+        was_killed = kill_at(prompts, folder, lambda now_s, after_s=after_s: now_s >= after_s)
         num_killed += was_killed
         if folder.exists():
             state = TrainFolder(folder).load()  # never a partial file

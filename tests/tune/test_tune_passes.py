@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 
 import pytest
@@ -57,7 +57,8 @@ def test_sizes_that_do_not_fit_are_left_out(llm: LLM) -> None:
 def test_where_no_round_fits_there_are_no_costs(llm: LLM) -> None:
     """The prompt leaves room for a token or two."""
     own = meter(llm, 1)
-    own.setup.workloads["tales"] = Workload("tales", (Item((5,) * (llm.plan.max_model_len - 4), None, ""),))
+    longest = Workload("tales", (Item((5,) * (llm.plan.max_model_len - 4), None, ""),))
+    own.setup = replace(own.setup, workloads={"tales": longest})
     with pytest.raises(DraftError, match="shorter prompts"):
         own.measure([2, 5], lambda *_: None)
     assert not llm.engine.has_work

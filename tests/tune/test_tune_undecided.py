@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -35,7 +36,14 @@ def measurements_can_be_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_of(depth: int, decode_s: float, num_busy: float) -> BenchRun:
-    counts = {"num_tokens": 8, "num_decoded": 7, "num_passes": 7, "num_rounds": 7, "num_drafted": 7, "num_accepted": 3}
+    counts: dict[str, Any] = {
+        "num_tokens": 8,
+        "num_decoded": 7,
+        "num_passes": 7,
+        "num_rounds": 7,
+        "num_drafted": 7,
+        "num_accepted": 3,
+    }
     return BenchRun(
         depth=depth, repetition=0, **counts, first_s=0.1, total_s=2.0, decode_s=decode_s, pass_s=0.5, draft_pass_s=0.1,
         offered_at_depth=(7,), accepted_at_depth=(3,), full_pass_s=0.1, full_draft_s=0.1, num_ngrams=1, num_distinct=1,
@@ -58,9 +66,9 @@ def report_of(*candidates: Studied) -> TuneReport:
 
 
 def printed(report: TuneReport) -> str:
-    console = Console(width=200, file=io.StringIO())
-    console.print(tune_card(report))
-    return console.file.getvalue()
+    file = io.StringIO()
+    Console(width=200, file=file).print(tune_card(report))
+    return file.getvalue()
 
 
 DISTURBED = studied("ngram", 1.3, 1.2, busy=BUSY)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -111,14 +111,14 @@ class FolderBlueprint(HeadBlueprint):
     ids: Int[Tensor, " draft_vocab"]
 
     @classmethod
-    def of(cls, folder: HeadFolder) -> FolderBlueprint:
+    def of(cls, folder: HeadFolder) -> Self:
         """The heads in a folder. Raises ModelError if it cannot be used."""
         target = folder.target
         tensors = cls.method.read(folder.fields, folder.checkpoint.stored, target.config, target.name)
         return cls.checked(folder, folder.checked(tensors))
 
     @classmethod
-    def checked(cls, folder: HeadFolder, tensors: HeadTensors) -> FolderBlueprint:
+    def checked(cls, folder: HeadFolder, tensors: HeadTensors) -> Self:
         """The heads in a folder whose tensors were checked."""
         return cls(folder, tensors, read_ids(folder.checkpoint, tensors.draft_vocab, folder.target.config.vocab_size))
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import (
-    FolderBlueprint,
     HeadBlueprint,
     HeadParts,
     StateBlueprint,
@@ -188,7 +187,7 @@ class MtpBlueprint(StateBlueprint):
     tensors: MtpTensors
 
     @classmethod
-    def of(cls, folder: HeadFolder) -> FolderBlueprint:
+    def of(cls, folder: HeadFolder) -> Self:
         return cls.checked(folder, check_modules(folder))
 
     @classmethod
