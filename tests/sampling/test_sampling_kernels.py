@@ -116,7 +116,7 @@ def trees(draw: st.DrawFn, *, wild: bool = False) -> DraftTree:
     return DraftTree(torch.tensor(tokens), torch.tensor(parents), max(depths), nodes)
 
 
-@pytest.mark.short("*-True")
+@pytest.mark.short("native-True")
 @pytest.mark.parametrize("sure", [True, False])
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from([1, 16, 17, 50, 1024, 4096, 17_001]), st.integers(0, 2**40))
@@ -340,6 +340,7 @@ def test_torch_draws_only_for_requests_with_logits_processors(
     assert torch.equal(verdict, verify(tree, logits, Draws(rows, 50), "coupled").packed)
 
 
+@pytest.mark.short("native")
 @settings(max_examples=400, deadline=None)
 @given(
     trees(wild=True),
