@@ -130,7 +130,7 @@ class AnswerCache:
                     )
                     for i, text in enumerate(texts)
                 ]
-        except (FileNotFoundError, SafetensorError, KeyError, TypeError, ValueError):
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
             return None
 
     def save(self, number: int, texts: Sequence[TargetText]) -> None:
@@ -253,7 +253,7 @@ def read_vocabulary(path: Path, size: int) -> Sequence[int]:
     """The stored choice of an earlier run. Raises FolderTaken if it is damaged."""
     try:
         ids = json.loads(path.read_text("utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list) or len(ids) != size or not all(isinstance(token, int) for token in ids):
         raise FolderTaken(f"{path} is damaged: start over with --force")

@@ -29,6 +29,8 @@ FORM = 1  # format version
 STATE = "state"  # folder inside the drafter's
 HEAD, CHECKPOINT, LOG, ROUND_COSTS = "run.json", "checkpoint.pt", "train.jsonl", "round-costs.json"
 LENGTHS = ("settings.steps", "settings.hours")
+# What torch.load raises for damaged files, and the constructor for another object.
+DAMAGES = (RuntimeError, pickle.UnpicklingError, EOFError, TypeError, ValueError, LookupError, AttributeError)
 
 
 @dataclass(slots=True)
@@ -71,7 +73,8 @@ class TrainFolder:
         """The log without the entries after this step, since later steps will be repeated."""
         with writable(self.folder):
             log = Journal.read(self.folder / LOG)
-            is_later = (not isinstance(line, dict) or line.get("step", step + 1) > step for line in log.entries)
+            steps = (line.get("step") if isinstance(line, dict) else None for line in log.entries)
+            is_later = (not isinstance(each, int) or each > step for each in steps)
             log.keep(next((number for number, later in enumerate(is_later) if later), len(log.entries)))
         return log
 
@@ -115,7 +118,7 @@ class TrainFolder:
         """
         try:
             stored = json.loads(head.read_text("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FolderTaken(f"{head} is damaged ({error}): start over with --force") from error
         before, now = flat(stored), flat(about)
         differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -125,9 +128,11 @@ class TrainFolder:
                 f"{self.folder} has a training of the kind {kinds[0]}, not {kinds[1]}: name another folder with "
                 "--out, or start over with --force"
             )
-        if len(differing) == 1 and differing[0] in LENGTHS and (before[differing[0]] or 0) < (now[differing[0]] or 0):
-            self.check_finished(differing[0], float(before[differing[0]]))
-            return True
+        if len(differing) == 1 and differing[0] in LENGTHS:
+            asked, more = before.get(differing[0]), now[differing[0]]
+            if isinstance(asked, int | float) and more is not None and asked < more:
+                self.check_finished(differing[0], asked)
+                return True
         if differing:
             changes = "; ".join(dict.fromkeys(change(name, before.get(name), now.get(name)) for name in differing))
             raise FolderTaken(
@@ -170,7 +175,7 @@ class TrainFolder:
             return None
         try:
             return TrainState(**torch.load(path, map_location="cpu", weights_only=True))
-        except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError) as error:
+        except DAMAGES as error:
             raise FolderTaken(f"{path} is damaged ({str(error)[:100]}): start over with --force") from error
 
 
