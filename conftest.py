@@ -65,17 +65,6 @@ def import_from_another_folder_on(config: pytest.Config) -> None:
                 import_path(path, root=config.rootpath, consider_namespace_packages=False)
 
 
-@pytest.hookimpl(tryfirst=True, specname="pytest_pycollect_makeitem")
-def pytest_leave_out(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
-    """In the short suite, make no items of a test all of whose cases are `full`: to collect these takes seconds."""
-    config = collector.config
-    whole_suite = config.args == config.getini("testpaths")
-    if not whole_suite or "full" in config.option.markexpr or not name.startswith("test"):
-        return None
-    marks = [*getattr(obj, "pytestmark", []), *collector.iter_markers("full")]
-    return [] if any(mark.name == "full" for mark in marks) else None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, object, object]:
     """Mark `full` those cases of a test that its marker `short` does not name.
