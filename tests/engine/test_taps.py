@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter
+from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Read, Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws
@@ -84,7 +85,18 @@ def test_a_drafter_receives_the_states_of_the_text_read_in_one_pass(
 
     If nothing is drafted, the tokens of several rounds arrive together.
     """
-    bench, rng = bench_of(name), random.Random(3)
+    bench = bench_of(name)
+    assert_states_arrive(bench, lambda _: bench.model_drafter(), shapes)
+
+
+def test_states_below_an_early_exit_arrive_too(bench_of: Callable[[str], Bench]) -> None:
+    """The lower layers have read the draft tokens already, but without these states."""
+    assert_states_arrive(bench_of("float32"), lambda runner: EarlyExitDrafter(runner, 4), "drafted")
+
+
+def assert_states_arrive(bench: Bench, drafter: Callable[[Runner], Drafter], shapes: str) -> None:
+    """Random requests, drafted by a drafter that checks the states of each text."""
+    rng = random.Random(3)
 
     def check(tokens: list[int], states: Tensor) -> None:
         expected = Runner.of(bench.runner.decoder, 512).read([Read(0, tokens)], TAPS).taps
@@ -93,7 +105,8 @@ def test_a_drafter_receives_the_states_of_the_text_read_in_one_pass(
 
     options = EngineOptions(max_num_seqs=5, chunk_tokens=24)
     engine = bench.engine(None, 160, FixedDepth(), options)
-    listener: Any = Listener(bench.model_drafter(), check)  # it has the other methods of the drafter that it wraps
+    # It has the other methods of the drafter that it wraps.
+    listener: Any = Listener(drafter(engine.runner), check)
     engine.drafter = listener
     engine.kernels = bench.target.sampling_kernels()
     requests = bench.requests()
