@@ -1,5 +1,6 @@
 """Past answers on disk: none is lost when a process dies, and files that are not understood are not changed."""
 
+import json
 import os
 import random
 import signal
@@ -343,3 +344,10 @@ def test_a_drafter_spelled_with_a_file_uses_it(path: Path) -> None:
         plan_drafter(f"suffix:{path}", context)
     with pytest.raises(UnknownDrafter, match="no list"):
         plan_drafter("suffix[ngram]", context)
+
+
+def test_the_message_about_another_format_is_short(path: Path) -> None:
+    path.write_text(json.dumps({suffix_past.HEADER: "x" * 5000, "vocabulary": "v"}) + "\n")
+    with pytest.raises(PastFileError, match="has format 'xxx") as raised:
+        opened(path)
+    assert len(str(raised.value)) < 500

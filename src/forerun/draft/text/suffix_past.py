@@ -28,6 +28,7 @@ from filelock import FileLock
 from forerun.draft.text.suffix_tree import Leaf, Node, SuffixTree
 from forerun.errors import PastFileError, VocabularyMismatch
 from forerun.fields import short
+from forerun.limits import shown
 from forerun.store import parsed, replace_file
 
 DEPTH = 12  # tokens of the longest context and the token after it
@@ -161,7 +162,7 @@ class PastFile:
         if HEADER not in header:
             raise PastFileError(f"{self.path} is no file of past answers: {fix}")
         if header[HEADER] != FORMAT:
-            raise PastFileError(f"{self.path} has format {header[HEADER]!r}, this version reads {FORMAT}: {fix}")
+            raise PastFileError(f"{self.path} has format {shown(header[HEADER])}, this version reads {FORMAT}: {fix}")
         if header.get("vocabulary") != self.vocabulary:
             raise VocabularyMismatch(f"{self.path} has answers in another tokenizer's ids: {fix}")
 
