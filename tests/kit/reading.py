@@ -6,6 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from forerun.models.backends.base import Backend
+from forerun.models.config import ModelConfig
+from forerun.models.decoder import Decoder
 from forerun.models.runner import Read, Runner
 from kit.unchecked import unchecked
 
@@ -57,3 +60,16 @@ def bits_of_any_reading(runner: Runner, tokens: Sequence[int]) -> Tensor:
             plain = logits_in_pieces(runner, [*tokens[:60], *(nodes[n] for n in path)], [60] + [1] * len(path))
             assert torch.equal(logits[node], plain[-1]), f"node {node}"
     return alone
+
+
+def random_decoder(config: ModelConfig, dtype: torch.dtype, backend: Backend, scale: float = 4.0) -> Decoder:
+    """A decoder of random weights whose logits are as spread as a trained model's."""
+    generator = torch.Generator().manual_seed(5)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return 1 + 0.1 * torch.randn(shape, generator=generator)
+        deviation = scale / shape[-1] ** 0.5 if name.startswith(("lm_head", "model.embed")) else shape[-1] ** -0.5
+        return deviation * torch.randn(shape, generator=generator)
+
+    return Decoder(config, take, dtype, backend)

@@ -16,25 +16,12 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from kit.checkpoints import SMALL, TARGET
-from kit.reading import logits_in_pieces, threads
+from kit.reading import logits_in_pieces, random_decoder, threads
 from kit.unchecked import unchecked
 from law.fuzz import rows_of
 
 CHUNKS = {1: (1, 3, 8, 33, 64, 201, 400), 2: (201, 400, 1100)}  # by threads
 DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
-
-
-def random_decoder(config: ModelConfig, dtype: torch.dtype, scale: float = 4.0) -> Decoder:
-    """A decoder of random weights whose logits are as spread as a trained model's."""
-    generator = torch.Generator().manual_seed(5)
-
-    def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("norm.weight"):
-            return 1 + 0.1 * torch.randn(shape, generator=generator)
-        deviation = scale / shape[-1] ** 0.5 if name.startswith(("lm_head", "model.embed")) else shape[-1] ** -0.5
-        return deviation * torch.randn(shape, generator=generator)
-
-    return Decoder(config, take, dtype, TorchBackend())
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +56,7 @@ def decoders(dtype: torch.dtype, stories: ModelConfig) -> list[Decoder]:
         clamp=None,
     )
     sparse = replace(odd, windows=(None, 300, None, 41, None), sinks=True, experts=experts)
-    return [real, random_decoder(odd, dtype), random_decoder(sparse, dtype)]
+    return [real, random_decoder(odd, dtype, TorchBackend()), random_decoder(sparse, dtype, TorchBackend())]
 
 
 @pytest.fixture(scope="module")

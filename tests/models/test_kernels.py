@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ from forerun.config import CPU_QUANTIZATIONS, KernelChoice, Quantization
 from forerun.errors import UnsupportedModel
 from forerun.kernels.variants import VARIANTS
 from forerun.models import choice as choosing
+from forerun.models.backends import native
 from forerun.models.backends.invariance import cancelling_product
 from forerun.models.backends.native import NativeBackend
 from forerun.models.backends.native_check import checked, find_kernels
 from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear
+from forerun.models.config import read_config
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Read, Runner
 from kit.checkpoints import TARGET
 from kit.compiled import LEVELS, compiled_for, require_compiler
-from kit.reading import bits_of_any_reading, logits_in_pieces, threads
+from kit.reading import bits_of_any_reading, logits_in_pieces, random_decoder, threads
+from kit.unchecked import unchecked
 
 SHAPES = [(1, 1), (48, 83), (256, 688), (130, 1000), (64, 64)]
 COUNTS = [*range(1, 40), 47, 48, 49, 64, 65, 100, 129, 320]
@@ -119,6 +123,36 @@ def test_logits_of_a_text_have_the_same_bits_in_any_batch_and_with_any_threads(n
     by_torch = logits_in_pieces(load(TARGET, numbers, "torch"), tokens, [400])
     bound = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}.get(numbers, 0.1)
     assert (alone - by_torch).abs().max() < bound * by_torch.abs().max()
+
+
+@pytest.mark.short("bfloat16-1", "float32-3")
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "float16"])
+def test_long_texts_have_the_same_bits_with_any_threads(
+    numbers: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more threads than key heads, windows, and heads that do not fill registers."""
+    require_compiler()
+    monkeypatch.setattr(native, "num_threads", lambda rows: torch.get_num_threads())  # also if cores are busy
+    backend = find_kernels("native", PLAIN[numbers])
+    assert backend is not None
+    config = replace(
+        read_config(TARGET),
+        heads=6,
+        kv_heads=kv_heads,
+        head_dim=40,
+        max_positions=1024,
+        windows=(None, 530, 37, None, 512),
+    )
+    runner = Runner.of(random_decoder(config, PLAIN[numbers], backend), 2048, 16)
+    rng = random.Random(kv_heads)
+    tokens = [rng.randrange(3, 512) for _ in range(700)]
+    with unchecked():
+        with threads(1):
+            alone = logits_in_pieces(runner, tokens, [500] + [1] * 200)
+        for num_threads, sizes in ((2, [1] * 200), (3, [5] * 40), (4, [2, 3] * 40), (2, [200])):
+            with threads(num_threads):
+                assert torch.equal(logits_in_pieces(runner, tokens, [500, *sizes]), alone), (num_threads, sizes)
 
 
 def test_taps_and_partial_passes_are_those_of_a_full_pass() -> None:
