@@ -80,6 +80,7 @@ def drafted(
     for one, other in zip(found, [*expected] * len(shapes), strict=True):
         assert exact_parts(one) == exact_parts(other)
     assert llm.engine.runner.cache.num_rows == 0
+    assert not llm.engine.recovery.strikes, "no round failed"
     assert not oracle.known
     return found
 
