@@ -18,7 +18,7 @@ from forerun.serve.problems import ApiError
 from forerun.serve.records import REQUESTS
 from forerun.serve.service import Service
 from forerun.serve.settings import ServeSettings
-from kit.servers import OK, Running, drafting, expected, running, serving
+from kit.servers import OK, Running, drafting, expected, running, serving, until
 
 ADDRESSES = [
     ("GET", "/"), ("GET", "/page/app.js"), ("GET", "/page/settings"), ("GET", "/metrics"), ("GET", "/health"),
@@ -202,6 +202,7 @@ def test_the_log_has_the_id_of_the_answer(server: Running, caplog: pytest.LogCap
         with http.stream("POST", "/v1/completions", json={**OK, "stream": True}) as stream:
             stream.read()
         refused_one = http.post("/v1/completions", json={})
+        until(lambda: sum(each.name == ACCESS for each in caplog.records) == 3)  # a line may follow its answer
     ids = ['mine" id=x'] * 3
     assert [each.headers["x-request-id"] for each in (whole, stream, refused_one)] == ids
     records = {name: [each for each in caplog.records if each.name == name] for name in (ACCESS, REQUESTS)}
