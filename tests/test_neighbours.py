@@ -6,9 +6,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,6 +22,7 @@ from forerun.engine import calibration
 from forerun.kernels.threads import FreeCores, allowed_cores
 from forerun.machine import Neighbours, disturbance, disturbs
 from forerun.models import choice
+from kit.bench_runs import run_of
 from kit.checkpoints import SMALL, TARGET
 
 BUSY = 1.5
@@ -89,32 +89,10 @@ def test_a_busy_program_is_noticed() -> None:
         spinning.wait()
 
 
-def run_of(depth: int, num_busy: float | None) -> BenchRun:
-    counts: dict[str, Any] = {
-        "num_tokens": 8,
-        "num_decoded": 7,
-        "num_passes": 7,
-        "num_rounds": 7,
-        "num_drafted": 7,
-        "num_accepted": 3,
-    }
-    seconds: dict[str, Any] = {
-        "first_s": 0.1,
-        "total_s": 2.0,
-        "decode_s": 1.0 + depth,
-        "pass_s": 0.5,
-        "draft_pass_s": 0.1,
-    }
-    return BenchRun(
-        depth=depth, repetition=0, **counts, **seconds, offered_at_depth=(7,), accepted_at_depth=(3,), full_pass_s=0.1,
-        full_draft_s=0.1, num_ngrams=1, num_distinct=1, answers=("a",), peak_bytes=None, num_busy=num_busy,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("plain", "drafted"), [(0.0, BUSY), (BUSY, 0.0), (None, 0.01)])
 def test_a_disturbed_benchmark_is_marked_in_the_line_of_the_figure(plain: float | None, drafted: float) -> None:
     """A ratio is as uncertain as the more disturbed of its two figures."""
-    figures = group_figures(Group("code", 1, 0.0), [run_of(0, plain), run_of(1, drafted)])
+    figures = group_figures(Group("code", 1, 0.0), [run_of(0, 1.0, plain), run_of(1, 2.0, drafted)])
     file = io.StringIO()
     Console(width=120, file=file).print(table(figures))
     (line,) = [line for line in file.getvalue().splitlines() if "0.50" in line]
@@ -123,8 +101,8 @@ def test_a_disturbed_benchmark_is_marked_in_the_line_of_the_figure(plain: float 
 
 def test_runs_that_were_disturbed_are_made_again_by_the_same_command(tmp_path: Path) -> None:
     kept = Measurements.open(tmp_path / "state.jsonl", {}, "benchmark", "state", "file")
-    kept.add("busy", asdict(run_of(1, BUSY)))
-    kept.add("quiet", asdict(run_of(1, 0.0)))
+    kept.add("busy", asdict(run_of(1, 2.0, BUSY)))
+    kept.add("quiet", asdict(run_of(1, 2.0, 0.0)))
     kept.add("a number", 3)
     again = Measurements.open(tmp_path / "state.jsonl", {}, "benchmark", "state", "file")
     assert [again.holds(name) for name in ("busy", "quiet", "a number", "none")] == [False, True, True, False]
@@ -170,5 +148,5 @@ def test_costs_of_rounds_that_were_disturbed_are_not_kept(
 
 
 def test_a_run_records_the_load_of_other_programs() -> None:
-    run = replace(run_of(0, None), num_busy=0.25)
+    run = run_of(0, 1.0, 0.25)
     assert BenchRun.from_json(json.loads(json.dumps(asdict(run)))) == run

@@ -4,7 +4,6 @@ import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,7 +12,6 @@ from forerun import machine
 from forerun.bench.figures import group_figures
 from forerun.bench.measure import Measurements
 from forerun.bench.plan import CHOSEN, Group, Selection
-from forerun.bench.run import BenchRun
 from forerun.tune.page import html_page
 from forerun.tune.passes import RowCosts
 from forerun.tune.predict import Expected
@@ -21,6 +19,7 @@ from forerun.tune.report import TuneReport
 from forerun.tune.show import tune_card
 from forerun.tune.study import CONTRADICTION, Studied, TuneCell
 from forerun.tune.trial import Candidate
+from kit.bench_runs import run_of
 
 BUSY, DISTURBING = 1.5, 0.2
 ABOUT = {
@@ -33,22 +32,6 @@ ABOUT = {
 @pytest.fixture(autouse=True)
 def measurements_can_be_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "DISTURBING", DISTURBING)
-
-
-def run_of(depth: int, decode_s: float, num_busy: float) -> BenchRun:
-    counts: dict[str, Any] = {
-        "num_tokens": 8,
-        "num_decoded": 7,
-        "num_passes": 7,
-        "num_rounds": 7,
-        "num_drafted": 7,
-        "num_accepted": 3,
-    }
-    return BenchRun(
-        depth=depth, repetition=0, **counts, first_s=0.1, total_s=2.0, decode_s=decode_s, pass_s=0.5, draft_pass_s=0.1,
-        offered_at_depth=(7,), accepted_at_depth=(3,), full_pass_s=0.1, full_draft_s=0.1, num_ngrams=1, num_distinct=1,
-        answers=("a",), peak_bytes=None, num_busy=num_busy,
-    )  # fmt: skip
 
 
 def studied(

@@ -56,8 +56,9 @@ inline void load_block(const T* cache, const Path& path, int64_t first, int64_t 
     if (i < head_dim) {
       T rest[LANES] = {};
       memcpy(rest, from + i, (head_dim - i) * sizeof(T));
-      store(to + i, widened(rest));
+      store(to + i, widened(rest)), i += LANES;
     }
+    for (; i < width; i += LANES) store(to + i, Floats{});
   }
 }
 

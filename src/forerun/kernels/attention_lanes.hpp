@@ -69,17 +69,22 @@ inline void score_lanes(const float (*q)[MAX_HEAD], const __m512i* pairs, int64_
   for (int r = 0; r < Q; r++) store(scores + r * stride, sums[r][0] + sums[r][1]);
 }
 
-// Values as in FloatBlocks; keys transposed.
-struct LaneBlocks : FloatBlocks<bfloat16> {
+// Keys in pairs of bfloat16, transposed.
+struct TransposedKeys {
   static constexpr int64_t STEP = PAIRED;
-  static constexpr int MOST_SCORED = 6;
-  alignas(64) __m512i pairs[PAIR_SPACE];
+  alignas(64) __m512i pairs[PAIR_SPACE];  // of values too, in PairBlocks
   BlockRows rows;
 
   void load_keys(const bfloat16* keys, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width) {
     rows.find(keys, path, first, end, head_dim, width);
     transpose_keys(rows, width, pairs);
   }
+};
+
+// Values as in FloatBlocks; keys transposed.
+struct LaneBlocks : FloatBlocks<bfloat16>, TransposedKeys {
+  using TransposedKeys::STEP, TransposedKeys::load_keys;
+  static constexpr int MOST_SCORED = 6;
 
   template <int Q>
   void score(const float (*q)[MAX_HEAD], int64_t width, float* scores, int64_t stride) const {

@@ -82,17 +82,9 @@ inline void weigh_pairs(float (*out)[MAX_HEAD], const bfloat16* weights, int64_t
 }
 
 // Keys and values in pairs of bfloat16.
-struct PairBlocks {
+struct PairBlocks : TransposedKeys {
   typedef bfloat16 Number;
-  static constexpr int64_t STEP = PAIRED;
   static constexpr int MOST_SCORED = 4;
-  alignas(64) __m512i pairs[PAIR_SPACE];
-  BlockRows rows;
-
-  void load_keys(const bfloat16* keys, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width) {
-    rows.find(keys, path, first, end, head_dim, width);
-    transpose_keys(rows, width, pairs);
-  }
 
   void load_values(const bfloat16* values, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width) {
     rows.find(values, path, first, end, head_dim, width);
