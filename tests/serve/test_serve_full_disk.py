@@ -295,8 +295,8 @@ def test_writes_that_fail_at_random_change_no_answer(
             assert faults.num
             assert llm.engine.drafter is not None, "it is not switched off"
             faults.share = 0.0
-            print("the end", file=sys.stderr)
-            until(lambda: log.read_text(errors="replace").endswith("the end\n"))
+            print("written again", file=sys.stderr)  # lines of the last requests may follow it
+            until(lambda: "written again" in log.read_text(errors="replace"))
 
 
 def token_ids(answer: str) -> list[int]:
