@@ -22,6 +22,7 @@ from forerun.draft.text.suffix import SuffixDrafter
 from forerun.engine import calibration
 from forerun.engine.engine import Engine
 from forerun.models.runner import Read, Runner
+from forerun.request import Request
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
 
@@ -269,16 +270,23 @@ def test_the_expected_gain_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.usefixtures("made_clock")
 def test_results_and_stats_report_the_gain() -> None:
-    """For plain rounds the gain is nearly 1; without a measurement it is unknown."""
+    """Without a measurement, and for requests that asked for no speculation, it is unknown."""
     params = SamplingParams(temperature=0.7, max_tokens=200, seed=3, ignore_eos=True)
     llm = started(f"model:{SMALL}")
     (plain,) = llm.generate(PROMPTS[0], params, speculation=False)
-    assert plain.metrics.gain is not None
-    assert llm.stats.gain is not None
-    assert 0.3 < plain.metrics.gain < 3
-    assert llm.stats.gain == pytest.approx(plain.metrics.gain)
-    llm.generate(PROMPTS, params, speculation=Speculation(4))
-    assert llm.stats.gain != pytest.approx(plain.metrics.gain)
+    assert (plain.metrics.gain, llm.stats.gain) == (None, None)
+    (drafted,) = llm.generate(PROMPTS[0], params, speculation=Speculation(4))
+    assert drafted.metrics.gain is not None
+    assert 0.1 < drafted.metrics.gain < 10
+    assert llm.stats.gain == pytest.approx(drafted.metrics.gain)
+    llm.generate(PROMPTS, params, speculation=Speculation(2))
+    assert llm.stats.gain != pytest.approx(drafted.metrics.gain)
+    both = llm.ask([Request.of(PROMPTS[0], params, asked) for asked in (False, 4)])
+    for delta in llm.deltas(both.sequences):
+        both.add(delta)
+    beside, asking = (answer.metrics.gain for answer in both.outputs())
+    assert beside is None
+    assert asking is not None
     (unknown,) = started("ngram", speculation=4).generate(PROMPTS[0], params)
     assert unknown.metrics.gain is None
 

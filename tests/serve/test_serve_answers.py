@@ -106,6 +106,7 @@ def test_an_answer_is_the_same_whole_streamed_and_from_the_library(server: Runni
     drafted = BODIES[number].get(EXTRA, {}).get("speculation") is not False
     assert bool(usage.speculation["num_drafted"]) == drafted
     assert usage.speculation["num_accepted"] == sum(usage.speculation["accepted_at_depth"])
+    assert drafted or usage.speculation["gain"] is None
 
 
 def test_answers_under_load_are_those_of_requests_alone(server: Running) -> None:

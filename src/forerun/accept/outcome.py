@@ -204,7 +204,7 @@ class Counts:
 
     @property
     def gain(self) -> float | None:
-        """The measured speed-up over plain decoding; None if too little was measured."""
+        """The measured speed-up over plain decoding; None if too little was measured, or nothing was to be drafted."""
         return self.pace.gain
 
     @property
