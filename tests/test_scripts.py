@@ -91,6 +91,41 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_linked_worktree_uses_the_environment_of_the_main_checkout_or_says_what_is_missing(tmp_path: Path) -> None:
+    main, linked = tmp_path / "main", tmp_path / "linked"
+    (main / "scripts").mkdir(parents=True)
+    shutil.copy(SCRIPTS / "python", main / "scripts")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (
+        ("init", "-q"),
+        ("add", "."),
+        (*author, "commit", "-qm", "scripts"),
+        ("worktree", "add", "-q", str(linked)),
+    ):
+        subprocess.run(["git", *command], cwd=main, check=True)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without packages
+    (tmp_path / "bin/python3").chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+    def interpreter() -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "PYTHON"))}
+        return subprocess.run(
+            [linked / "scripts/python"], env=environment | {"PATH": path}, capture_output=True, text=True, check=False
+        )
+
+    bare = interpreter()
+    assert (bare.returncode, bare.stdout) == (1, "")
+    assert bare.stderr.startswith("python3 has no mypy, pytest, ruff, torch, xdist: run `make`")
+    assert bare.stderr.count("\n") == 1
+    for checkout in (main, linked):  # its own comes first
+        (checkout / ".venv/bin").mkdir(parents=True)
+        (checkout / ".venv/bin/python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        (checkout / ".venv/bin/python").chmod(0o755)
+        own = ".venv/bin/python" if checkout == linked else str(main / ".venv/bin/python")
+        assert interpreter().stdout == f"{own}\n"
+
+
 def prove(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the project's own copy of the script, and keep its output to the summary."""
     command = [sys.executable, "scripts/test-full", *arguments, "--", "-p", "no:cacheprovider"]
