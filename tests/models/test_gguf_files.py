@@ -1,11 +1,13 @@
 """GGUF files: damage and unknown formats are named, one of several files is chosen, tokenizers agree."""
 
+import json
 import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import huggingface_hub
 import numpy as np
@@ -34,7 +36,7 @@ from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.folder import INDEX, folder_files
 from forerun.models.gguf.formats import FORMATS, UNREADABLE
 from forerun.models.gguf.tensors import GgufTensor, read_location
-from forerun.models.gguf.tokenizer import PRE, byte_level
+from forerun.models.gguf.tokenizer import PRE, byte_level, sentence_piece, splits
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
 from forerun.models.spec import ModelSpec
@@ -385,3 +387,30 @@ def test_a_damaged_folder_says_what_to_remove(tmp_path: Path) -> None:
         (folder / INDEX).write_text(text)
         with pytest.raises(MissingWeights, match="is damaged"):
             Blueprint.of(str(tmp_path / "model.gguf"))
+
+
+TOKENS = st.lists(st.text("ab▁", max_size=9) | st.sampled_from(["a" * n for n in range(20)]), max_size=40)
+
+
+@given(tokens=TOKENS, data=st.data())
+def test_merges_of_sentencepiece_are_those_of_every_split_looked_up(tokens: list[str], data: st.DataObject) -> None:
+    scores = data.draw(st.lists(st.sampled_from([-1.5, 0, 0.25, 3]), min_size=len(tokens), max_size=len(tokens)))
+    vocab = {text: i for i, text in enumerate(tokens)}
+    expected = [
+        (vocab[text[:cut]], vocab[text[cut:]], i)
+        for text, i in vocab.items()
+        for cut in range(1, len(text))
+        if text[:cut] in vocab and text[cut:] in vocab
+    ]
+    assert list(splits(vocab)) == expected
+    file = SimpleNamespace(path="file", metadata={"tokenizer.ggml.scores": scores})
+    ranked = sorted((-scores[merged], left, right) for left, right, merged in expected)
+    model = json.loads(sentence_piece(cast(GgufFile, file), tokens).to_str())["model"]
+    assert model["merges"] == [[tokens[left], tokens[right]] for _, left, right in ranked]
+
+
+def test_the_merges_of_a_very_long_token_are_found_at_once() -> None:
+    """Looking up every part of this token would take minutes: they have 10¹² characters."""
+    half = "ab" * 250_000
+    vocab = {text: i for i, text in enumerate(("a", "b", "ab", half, half + half))}
+    assert list(splits(vocab)) == [(0, 1, 2), (3, 3, 4)]

@@ -7,6 +7,7 @@ merges follow from the scores. The regular expressions in PRE are those of the p
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -120,13 +121,8 @@ def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     ):
         raise TokenizerError(f"{file.path}: tokenizer.ggml.scores must be a number for each token: {AGAIN}")
     vocab = {text: i for i, text in enumerate(tokens)}
-    ranked = []
-    for text, i in vocab.items():
-        for cut in range(1, len(text)):
-            left = vocab.get(text[:cut])
-            if left is not None and (right := vocab.get(text[cut:])) is not None:
-                ranked.append((-scores[i], left, right))
-    merges = [(tokens[left], tokens[right]) for _, left, right in sorted(ranked)]
+    ranked = sorted((-scores[merged], left, right) for left, right, merged in splits(vocab))
+    merges = [(tokens[left], tokens[right]) for _, left, right in ranked]
     with damage_as_errors(str(file.path)):
         unknown = named_token(file, tokens, "unknown")
         model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -137,6 +133,40 @@ def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     ends = [decoders.Strip(" ", 1, 0)] if lead else []
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     return backend
+
+
+def splits(vocab: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+    """(left, right, merged) for each way to split a token into two others, in time linear in the length of all tokens.
+
+    Files may have tokens of any length, so the parts are not looked up for each place, which takes quadratic time.
+    """
+    texts, ids = list(vocab), list(vocab.values())
+    before, after = longest_prefixes(texts), longest_prefixes([text[::-1] for text in texts])
+    for place, text in enumerate(texts):
+        rights = {len(text) - len(texts[suffix]): suffix for suffix in chain_from(place, after)}
+        for prefix in reversed(list(chain_from(place, before))):
+            if (suffix := rights.get(len(texts[prefix]))) is not None:
+                yield ids[prefix], ids[suffix], ids[place]
+
+
+def longest_prefixes(texts: Sequence[str]) -> dict[int, int]:
+    """For each text that starts with another one the longest of these, by their places; no text is there twice."""
+    longest: dict[int, int] = {}
+    starts: list[int] = []  # the texts with which the last one starts, by length, and that text itself
+    for place in sorted(range(len(texts)), key=texts.__getitem__):
+        while starts and not texts[place].startswith(texts[starts[-1]]):
+            starts.pop()
+        if starts:
+            longest[place] = starts[-1]
+        starts.append(place)
+    return longest
+
+
+def chain_from(place: int, longest: Mapping[int, int]) -> Iterator[int]:
+    """All prefixes of a text, by their places: the longest one, the longest of that, and so on."""
+    while place in longest:
+        place = longest[place]
+        yield place
 
 
 def bos_and_eos(file: GgufFile, tokens: list[str], starts: bool) -> Any:
