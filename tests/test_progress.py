@@ -74,18 +74,40 @@ def test_the_bar_is_removed_when_the_work_fails(monkeypatch: pytest.MonkeyPatch)
     assert stopped == [True]
 
 
-def test_long_work_writes_its_progress_to_a_file_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_writes_a_line_for_each_stage_and_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, file = [100.0], io.StringIO()
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with progress.LoadingBar(Console(file=file), lines_s=30.0) as bar:
-        for step in range(1, 101):
-            clock[0] += 1
-            bar("training", step / 100, f"loss [{step}]")
-    assert file.getvalue() == "".join(f"training {step}%: loss [{step}]\n" for step in (30, 60, 90))
-    with progress.LoadingBar(Console(file=Terminal()), lines_s=30.0) as bar:
-        clock[0] += 99
-        bar("training", 0.1)
-    assert "training 10%" not in file.getvalue()
+    bar = progress.LoadingBar(Console(file=file, width=20), lines=True)
+    for second in range(1, 101):
+        clock[0] += 1
+        if second != 50:  # a stage between two lines has none
+            bar("training" if second < 90 else "measuring", second / 100, f"loss [{second}] of a long text")
+        else:
+            bar("saving", 0.0)
+        if second % 5 == 0 and second != 50:
+            bar.print_line()
+    expected = [f"training {second}%: loss [{second}] of a long text\n" for second in (5, 35, 65)]
+    assert file.getvalue() == "".join([*expected, "measuring 90%: loss [90] of a long text\n"])
+
+
+def test_lines_are_written_while_a_stage_reports_nothing_and_end_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "STAGE_S", 0.001)
+    lines, terminal = io.StringIO(), Terminal()
+    with (
+        progress.LoadingBar(Console(file=lines), lines=True) as bar,
+        progress.LoadingBar(Console(file=terminal), lines=True),
+    ):
+        for stage in ("loading", "measuring"):
+            bar(stage, 0.5)
+            deadline = time.monotonic() + 60
+            while stage not in lines.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        bar("loading", 1.0)
+    written = lines.getvalue()
+    assert written.startswith("loading 50%\nmeasuring 50%\n")
+    bar("measuring", 1.0)
+    time.sleep(0.02)
+    assert (lines.getvalue(), terminal.getvalue()) == (written, "")
 
 
 def test_a_message_is_printed_above_the_bar_and_not_into_it(monkeypatch: pytest.MonkeyPatch) -> None:

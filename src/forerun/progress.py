@@ -1,4 +1,4 @@
-"""Progress: a bar for long work if standard error is a terminal; for work of hours, lines of text otherwise.
+"""Progress: a bar for long work if standard error is a terminal; for work of minutes or hours, lines of text otherwise.
 
 This file decides when a bar is shown, how often it is drawn, and how lines look. Callers report a description of their
 work and the finished fraction; the report can go to a callback of the user instead.
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event, Thread
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -17,6 +18,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from forerun.annotations import ProgressCallback
 
 PATIENCE_S = 2.0  # shorter work shows no bar
+STAGE_S = 5.0  # time between lines of text
+LINES_S = 30.0  # the same, if they are about one stage of the work
 REDRAW_S = 0.1  # drawing takes tens of microseconds, too long to do it for every token
 
 
@@ -31,22 +34,42 @@ def rounded_duration(seconds: float) -> str:
 class LoadingBar:
     """A progress callback that shows a bar after two seconds if `console`, by default standard error, is a terminal.
 
-    Otherwise it prints a line every `lines_s` seconds, or nothing if that is None.
+    Otherwise, with `lines`, a thread prints the last report: for a new stage of the work every `STAGE_S` seconds at
+    most, and every `LINES_S` seconds for the same one.
     """
 
-    def __init__(self, console: Console | None = None, lines_s: float | None = None) -> None:
+    def __init__(self, console: Console | None = None, lines: bool = False) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._lines_s = lines_s
         self._started_s = self._printed_s = time.monotonic()
         self._drawn_s = 0.0
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._reported = ("", "")  # the stage of the last report, and its text
+        self._stage = ""  # of the last line
+        self._ended = Event()
+        self._lines = Thread(target=self._print_lines, name="forerun-progress", daemon=True) if lines else None
 
     def __enter__(self) -> LoadingBar:
+        if self._lines is not None and not self.is_shown:
+            self._lines.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._ended.set()
+        if self._lines is not None and self._lines.is_alive():
+            self._lines.join()
+
+    def _print_lines(self) -> None:
+        while not self._ended.wait(STAGE_S):
+            self.print_line()
+
+    def print_line(self) -> None:
+        """Print the last report, unless it is of the stage of the last line and that line is younger than `LINES_S`."""
+        now_s, (stage, report) = time.monotonic(), self._reported
+        if report and (stage != self._stage or now_s - self._printed_s >= LINES_S):
+            self._printed_s, self._stage = now_s, stage
+            self._console.print(report, markup=False, soft_wrap=True)
 
     @property
     def is_shown(self) -> bool:
@@ -61,12 +84,10 @@ class LoadingBar:
 
     def __call__(self, what: str, done: float, detail: str = "") -> None:
         """Report that the fraction `done` of the work `what` is finished; `detail` is the part that runs now."""
-        now_s = time.monotonic()
         if not self.is_shown:
-            if self._lines_s is not None and now_s - self._printed_s >= self._lines_s:
-                self._printed_s = now_s
-                self._console.print(f"{what} {done:.0%}" + (f": {detail}" if detail else ""), markup=False)
+            self._reported = what, f"{what} {done:.0%}" + (f": {detail}" if detail else "")
             return
+        now_s = time.monotonic()
         if now_s - self._started_s < PATIENCE_S:
             return
         if done < 1 and now_s - self._drawn_s < REDRAW_S and not detail:

@@ -1,6 +1,7 @@
 """Runs the `forerun` command in this process, for its result or error message; and Python in a new process."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -37,3 +38,8 @@ def apart(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The result of Python with these arguments in a new process that can import forerun."""
     env = os.environ | {"PYTHONPATH": str(SRC)} | env
     return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False, timeout=600)
+
+
+def assert_progress_only(stderr: str) -> None:
+    """Standard error without a terminal has lines of progress, if the work takes long, and nothing else."""
+    assert not re.sub(r"^.+ \d+%(: .+)?\n", "", stderr, flags=re.MULTILINE)

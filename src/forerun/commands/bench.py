@@ -137,7 +137,7 @@ def bench(
         from forerun.demo.material import widened_pair
         from forerun.progress import LoadingBar
     passages = passages_of(options.workload, options.prompts, options.replay)
-    with LoadingBar() as bar:
+    with LoadingBar(lines=True) as bar:
         target, draft = options.model, options.draft
         if options.widen:
             target, draft = widened_pair(target, draft, bar)

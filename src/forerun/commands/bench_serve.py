@@ -174,7 +174,7 @@ def bench_serve(
     extra = json_object("body", load.body, '{"top_p": 0.9}')
     a = server.access
     address = ServerAddress(server.url, a.api_key, a.served_model_name, server.chat, a.timeout_s)
-    with LoadingBar() as bar:
+    with LoadingBar(lines=True) as bar:
         measurement = measure_traffic(
             address, plan, level, lambda detail, done: bar("load", done, detail), load.prompts, extra
         )

@@ -117,7 +117,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
     )
     workload = workload.thorough() if options.thorough else workload
     passages = read_passages(options.prompts, most=workload.num_prompts)
-    with LoadingBar() as bar:
+    with LoadingBar(lines=True) as bar:
         llm = LLM(
             options.loading.spec(options.model),
             options.draft,
@@ -157,7 +157,7 @@ def prove_remote(options: ProveOptions, remote: ServerProveOptions, result: Resu
     workload = workload.thorough() if options.thorough else workload
     address, plain = remote.addresses(remote.chat, remote.plain, "plain", remote.plain_model)
     prompts = read_passages(options.prompts)
-    with LoadingBar() as bar:
+    with LoadingBar(lines=True) as bar:
         limit_s = remote.time_limit or (10 if options.thorough else 1) * LIMIT_S
         proof = asyncio.run(prove_server(address, plain, prompts, workload, bar, limit_s))
     result.write(proof.as_object(), server_proof_card(proof))

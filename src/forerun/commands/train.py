@@ -54,7 +54,6 @@ def logged_to(console: Console) -> Iterator[None]:
         logger.setLevel(before)
 
 
-LINES_S = 30.0  # minimum time between progress lines if there is no terminal
 KIND_NAMES = ("draft", *HEADS)
 EXAMPLES = """
 forerun train draft --model stdlib --data prompts.txt --layers 2 --hidden 128 --steps 2000 --out my-draft
@@ -123,7 +122,7 @@ def train(
     spec, threads = options.loading.spec(options.model), options.loading.threads
     task = TrainTask(kind, spec, options.data, options.out, sizes, options.chat, options.cache, options.force, threads)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    with LoadingBar(errors, LINES_S) as bar, logged_to(errors):
+    with LoadingBar(errors, lines=True) as bar, logged_to(errors):
         try:
             report = run(task, settings, bar)
         except KeyboardInterrupt:

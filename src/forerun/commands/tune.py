@@ -112,7 +112,7 @@ def tune(
     Destination("out", options.out / JSON)
     loading, template = options.loading, Template(template_values, options.chat)
     subject = Subject(loading.spec(options.model), names, template, loading.threads)
-    with LoadingBar() as bar:
+    with LoadingBar(lines=True) as bar:
         report = run(subject, prompts, selection, options.out, options.fresh, bar, options.time_limit)
     written = {JSON: json.dumps(report.as_object(), indent=1) + "\n", PAGE: html_page(report), **settings_of(report)}
     if SETTINGS not in written and (options.out / SETTINGS).exists():
@@ -172,7 +172,7 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
     extra = json_object("body", remote.body, '{"top_p": 0.9}')
     prompts = mixed_passages(options.prompts)
     address, against = remote.addresses(options.chat, remote.against, "against", remote.against_model)
-    with LoadingBar() as bar:
+    with LoadingBar(lines=True) as bar:
         measured = measure_servers(
             address, against, plan, prompts, lambda detail, done: bar("load", done, detail), extra
         )
