@@ -22,6 +22,7 @@ os.environ.setdefault("FORERUN_DEVICE", "cpu")  # what is promised to the bit is
 import pytest
 import torch
 from _pytest.pathlib import import_path
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton, which any test may import: it decides then
@@ -35,6 +36,8 @@ if find_spec("forerun") is None:
     sys.path.insert(0, str(SRC))
 if os.environ.get("FORERUN_TYPECHECK", "1") != "0":
     shape_checks.install("forerun")
+settings.register_profile("without deadlines", settings(), deadline=None)  # a busy machine stops a process for longer
+settings.load_profile("without deadlines")
 
 
 @pytest.hookimpl(wrapper=True)
