@@ -43,6 +43,12 @@ def test_what_is_written_is_read_again(settings: Path) -> None:
     assert found == {name: value if isinstance(value, bool) else str(value) for name, value in TUNED.items()}
 
 
+def test_a_byte_order_mark_is_ignored(settings: Path) -> None:
+    expected = read_settings(settings, set(TUNED))
+    settings.write_text(settings.read_text("utf-8"), "utf-8-sig")
+    assert read_settings(settings, set(TUNED)) == expected
+
+
 def test_every_command_that_loads_a_model_takes_the_file() -> None:
     assert set(LOADING) == {"generate", "chat", "trace", "prove", "bench", "tune", "train", "widen", "serve", "convert"}
     for name, command in COMMANDS.items():

@@ -110,8 +110,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "tree.json").write_text(json.dumps(SMALL[::-1]))
-    assert StaticTree.load(str(tmp_path / "tree.json")) == StaticTree(SMALL)
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "tree.json").write_text(json.dumps(SMALL[::-1]), encoding)
+        assert StaticTree.load(str(tmp_path / "tree.json")) == StaticTree(SMALL)
 
 
 def test_a_speculation_takes_its_sizes_from_the_tree() -> None:

@@ -111,7 +111,7 @@ def read_fields(
     Unusable values in it raise `error`.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as missing:
         raise ModelNotFound(f"{path} is not there: name the folder that holds the model's {path.name}") from missing
     except OSError as unreadable:

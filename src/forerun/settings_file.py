@@ -24,7 +24,7 @@ def read_settings(path: Path, known: Collection[str], others: Collection[str] = 
     cannot be read and for a value that is not a text, a number, true or false.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise InvalidRequest("config", f"{path} cannot be read ({error.strerror}): name a TOML file") from error
     except (ValueError, RecursionError) as error:

@@ -55,7 +55,7 @@ class StaticTree:
     def load(cls, path: str | Path) -> StaticTree:
         """The shape in a JSON file: a list of paths, each a list of ranks. Raises InvalidTree, naming the file."""
         try:
-            return cls(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls(json.loads(Path(path).read_text(encoding="utf-8-sig")))
         except OSError as error:
             raise InvalidTree(f"{path}: it cannot be read ({error.strerror}): name a file with {EXAMPLE}") from error
         except InvalidTree as error:

@@ -140,6 +140,12 @@ def test_a_file_with_other_content_is_named_in_the_error(folder: Path, name: str
         assert re.search(f"{name} (is damaged .*: download it again|cannot be read)", str(error))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_byte_order_mark_is_ignored(folder: Path, name: str) -> None:
+    (folder / name).write_text((folder / name).read_text("utf-8"), "utf-8-sig")
+    assert judged(lambda: open_all(folder)) is None
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", INDEX])
 def test_a_folder_in_place_of_a_file_is_named_in_the_error(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)

@@ -263,6 +263,13 @@ def test_parts_may_be_links_to_folder_files_other_names(tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / "split-00001-of-00002.gguf"))
 
 
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00000.gguf", "model-00003-of-00002.gguf", "model-00000-of-00002.gguf"]
+)
+def test_a_name_with_impossible_part_numbers_is_a_file_of_its_own(tmp_path: Path, name: str) -> None:
+    assert GgufFile.read(stories(tmp_path / name)).tensors == GgufFile.read(stories(tmp_path / name)).tensors
+
+
 def test_unsupported_files_are_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "other.gguf", "rwkv7")
     finish(writer)

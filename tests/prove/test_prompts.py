@@ -22,6 +22,14 @@ def test_a_text_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     assert [p.prompt for p in read_passages(file)] == ["  indented", "schön\u2028still the same line"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", "one\r\ntwo\r\n"), ("a.jsonl", '{"prompt": "one"}\n{"prompt": "two"}\n')]
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig", newline="")
+    assert [p.prompt for p in read_passages(tmp_path / name)] == ["one", "two"]
+
+
 def test_no_more_are_read_than_are_wanted(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "one"}\nnot JSON\n')

@@ -39,6 +39,16 @@ def test_prompts_and_texts_become_tokens(tmp_path: Path) -> None:
     assert {*alone.train, *alone.held_out} == cut
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.md"])
+def test_a_byte_order_mark_changes_no_prompt(tmp_path: Path, name: str) -> None:
+    content = '{"prompt": "Lily had a ball"}\n{"prompt": "Tom ran to the park"}\n'
+    found = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / name).write_text(content, encoding)
+        found.append(read_prompts([tmp_path / name], SETTINGS))
+    assert found[0] == found[1]
+
+
 def test_a_part_of_a_text_begins_as_every_prompt_does() -> None:
     tokenizer = Tokenizer.load(BUNDLED["stdlib"])
     (first, second) = PromptReader(tokenizer, 99, SETTINGS).of_text("import os\n" * 30)[:2]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,7 @@ def file_lines(path: Path, field: str) -> list[bytes]:
     if path.suffix not in (".jsonl", ".txt"):
         raise InvalidRequest(field, f"{path}: the name ends in {path.suffix!r}: give a .jsonl or a .txt file")
     try:
-        return path.read_bytes().split(b"\n")
+        return path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
     except OSError as error:
         message = f"{path}: it cannot be read ({error.strerror}): give the path of a file"
         raise InvalidRequest(field, message) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ def refuse_bad(bad: Sequence[str], num_lines: int) -> None:
 def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
     """(location, text) of every non-empty line of a .jsonl or .txt file, or of the entire file for other endings."""
     try:
-        data = path.read_bytes()
+        data = path.read_bytes().removeprefix(BOM_UTF8)
     except OSError as error:
         raise InvalidRequest("data", f"{path} cannot be read ({error.strerror}): name a readable file.") from error
     if path.suffix not in (".jsonl", ".txt"):

@@ -187,7 +187,7 @@ class GgufFile:
 def parts_of(path: Path) -> list[Path]:
     """The file, or all parts of a split model, of which `path` is any."""
     part = PART.fullmatch(path.name)
-    if part is None:
+    if part is None or not 1 <= int(part[2]) <= int(part[3]):
         return [path]
     stem, _, count = part.groups()
     paths = [path.with_name(f"{stem}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1)]
