@@ -15,7 +15,7 @@ from rich.console import Console
 from forerun import LLM, machine
 from forerun.bench.figures import group_figures
 from forerun.bench.measure import Measurements
-from forerun.bench.plan import Group
+from forerun.bench.plan import Group, Turn
 from forerun.bench.run import BenchRun
 from forerun.bench.show import table
 from forerun.engine import calibration
@@ -149,4 +149,5 @@ def test_costs_of_rounds_that_were_disturbed_are_not_kept(
 
 def test_a_run_records_the_load_of_other_programs() -> None:
     run = run_of(0, 1.0, 0.25)
-    assert BenchRun.from_json(json.loads(json.dumps(asdict(run)))) == run
+    turn = Turn(repetition=run.repetition, depth=run.depth)
+    assert BenchRun.from_json(json.loads(json.dumps(asdict(run))), turn, len(run.answers)) == run

@@ -17,6 +17,7 @@ from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked
+from models.damage import ABSENT, VALUES
 
 ABOUT = {"forerun": "0", "settings": {"depths": (0, 3)}, "machine": "this"}
 SELECTION = Selection(batches=(2,), depths=(0, 2), temperatures=(0.0, 0.8), num_tokens=10, repeats=2)
@@ -30,11 +31,12 @@ def opened(path: Path, fresh: bool = False) -> Measurements:
 def test_a_damaged_measurement_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
     kept = opened(path)
-    assert kept.add("a", {"counts": (1, 2)}) == {"counts": [1, 2]}
+    kept.add("a", {"counts": (1, 2)})
     kept.add("b", 2)
     assert opened(path).values == kept.values == {"a": {"counts": [1, 2]}, "b": 2}
     whole = path.read_bytes()
-    for damaged in (whole.replace(b'"of"', b'"off"', 1), whole.replace(b'{"of": "a"', b'{"of": "a', 1)):
+    changes = ((b'"of"', b'"off"'), (b'{"of": "a"', b'{"of": "a'), (b'"a"', b'["a"]'), (b"[1, 2]", b"[" * 9999))
+    for damaged in (whole.replace(*change, 1) for change in changes):
         path.write_bytes(damaged)
         with pytest.raises(InvalidRequest, match=f"state: {path}:2 is damaged: start over with --fresh"):
             opened(path)
@@ -137,3 +139,31 @@ def test_finished_runs_are_not_repeated_and_progress_counts_the_remaining_ones(
         bench(stage, SELECTION, opened(path), lambda _what, done: shares.append(done))
     assert ran == [(Group("own", 2, 0.0), Turn(1, 2)), (Group("own", 2, 0.0), Turn(1, 0))]
     assert shares == [0.0, 0.0, 0.5]
+
+
+def test_no_figure_is_computed_from_a_damaged_run(stage: BenchSetup, tmp_path: Path) -> None:
+    """Any value in place of any part of a run: it is named by its line, or the report has numbers only."""
+    path, damaged = tmp_path / "state.jsonl", tmp_path / "damaged.jsonl"
+    report_json(stage, path)
+    head, line, *others = path.read_bytes().splitlines(keepends=True)
+    num_refused = 0
+    for name in (*json.loads(line)["value"], "unknown"):
+        for value in VALUES.values():
+            entry = json.loads(line)
+            entry["value"][name] = value
+            if value is ABSENT:
+                entry["value"].pop(name)
+            damaged.write_bytes(head + json.dumps(entry).encode() + b"\n" + b"".join(others))
+            before, problem = damaged.read_bytes(), ""
+            try:
+                report = json.loads(report_json(stage, damaged), parse_constant=lambda text: pytest.fail(text))
+            except InvalidRequest as error:
+                problem = str(error)
+            if problem:
+                num_refused += 1
+                assert f"state: {damaged}:2 is damaged" in problem
+                assert "delete this line" in problem
+                assert damaged.read_bytes() == before
+            else:
+                assert len(report["cells"]) == 6
+    assert num_refused > 400

@@ -27,6 +27,7 @@ from kit.checkpoints import DATA
 from kit.command import assert_progress_only, command, refusal
 
 STORIES = ["Once upon a time", "Lily had a red ball", "Tom and his dog", "One day, a <b>bird</b>"]
+MEASURED = ("memory", "names", "pilot", "passes", "run")  # kinds of measurements, as their names begin
 QUICK = ["--max-tokens", "12", "--repeats", "2", "--threads", "1"]
 FETCHES = re.compile(r"""(src|href)\s*=\s*["'](?!#)|@import|url\(\s*["']?(?!#)|(?<!xmlns=")https?://""")
 
@@ -149,6 +150,39 @@ def test_an_undecided_tuning_names_the_settings_of_an_earlier_one(
     assert f"{settings} is of an earlier tuning" in " ".join(result.stderr.split())
     assert settings.read_text() == before
     assert "forerun.toml" not in result.stdout
+
+
+def test_a_damaged_measurement_is_refused_by_its_line(tuned: tuple[Path, Result, list[str]], tmp_path: Path) -> None:
+    """Of each kind; the file stays as it is, and without this line the tuning goes on."""
+    folder, first, arguments = tuned
+    kept = shutil.copytree(folder / "out", tmp_path / "out") / "measurements.jsonl"
+    lines = kept.read_text().splitlines(keepends=True)
+    kinds: dict[str, int] = {}
+    for number, line in enumerate(lines[1:], start=1):
+        kinds.setdefault(next(kind for kind in MEASURED if f" {kind}" in json.loads(line)["of"]), number)
+    assert len(kinds) == len(MEASURED)
+    for kind, number in kinds.items():
+        entry = json.loads(lines[number])
+        for value in (
+            [],
+            {},
+            None,
+            "NaN",
+            [[4, 10**9, []]],
+            [[4, 1, [[[10**9, 0]]]]],
+            {"rows": [[1, {"plain_s": -1}]]},
+        ):
+            if value == [] and kind in ("names", "pilot"):
+                continue
+            damaged = [*lines[:number], json.dumps(entry | {"value": value}) + "\n", *lines[number + 1 :]]
+            kept.write_text("".join(damaged))
+            result = tune([*arguments, "--out", str(tmp_path / "out")])
+            assert result.exit_code == 2, (kind, value, result.output)
+            assert f"error: out: {kept}:{number + 1} is damaged" in " ".join(result.stderr.split())
+            assert kept.read_text() == "".join(damaged)
+    memory = kinds["memory"]
+    kept.write_text("".join([*lines[:memory], *lines[memory + 1 :]]))
+    assert tune([*arguments, "--out", str(tmp_path / "out")]).stdout.splitlines()[0] == first.stdout.splitlines()[0]
 
 
 @pytest.mark.full

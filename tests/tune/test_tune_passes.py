@@ -1,7 +1,9 @@
 """What rounds take: rounds of every size are made by the engine, and ratios to plain ones are kept."""
 
 import json
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import count
 
@@ -16,6 +18,7 @@ from forerun.tune.passes import PassMeter, PassTable, RowCosts, rows_of, sizes_a
 from forerun.tune.predict import RoundShape
 from kit.checkpoints import SMALL, TARGET
 from kit.unchecked import unchecked
+from models.damage import ABSENT, VALUES
 
 
 @pytest.fixture(scope="module", params=["ngram", "suffix", f"model:{SMALL}"], ids=["ngram", "suffix", "model"])
@@ -94,3 +97,39 @@ def test_costs_measured_with_the_runs_replace_earlier_ones() -> None:
     assert newer.pass_s(5) == first.pass_s(5)
     assert first.newer([RowCosts(3.0, {3: 2.0, 4: 2.0}, {})]).pass_s(4) == 2.0
     assert first.newer([]) == first
+
+
+# A missing key, if the field has a default, and empty or unknown values where they are possible.
+HARMLESS = {
+    ("reading_s", "absent"),
+    ("num_busy", "absent"),
+    ("num_busy", "null"),
+    ("drafts", "object"),
+    ("unknown", "absent"),
+}
+
+
+def test_damaged_costs_are_refused() -> None:
+    """Any value in place of any part, as the files of tune and train may have it after damage."""
+    whole = json.loads(json.dumps(asdict(RowCosts(0.5, {1: 1.0, 3: 1.25}, {2: 0.5}, 0.25, 1.5))))
+    for name in (*whole, "unknown"):
+        for kind, value in VALUES.items():
+            entry = whole | {name: value}
+            if value is ABSENT:
+                entry.pop(name)
+            with suppress(ValueError):
+                costs = RowCosts.from_json(entry)
+                assert (name, kind) in HARMLESS or value in (0, 1, 10**9, 2**31), (name, kind)
+                assert costs.round_ratio(2) > 0
+    for name in ("passes", "drafts"):
+        for key, ratio in [
+            ("x", 1.0),
+            ("-1", 1.0),
+            ("1" * 20, 1.0),
+            *(("2", v) for v in (-1, math.nan, "1", [], None)),
+        ]:
+            with pytest.raises(ValueError, match=name):
+                RowCosts.from_json(whole | {name: {"1": 1.0, key: ratio}})
+    for nothing in (None, [], "text", 5, {}):
+        with pytest.raises(ValueError, match="it"):
+            RowCosts.from_json(nothing)

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun import __version__
 from forerun.annotations import ProgressCallback
 from forerun.bench.figures import Bandwidth, BenchReport, GroupFigures, group_figures
 from forerun.bench.material import Passage, check_lengths, workload_of
 from forerun.bench.plan import CHOSEN, Group, Selection, depth_name
-from forerun.bench.run import BenchRun, BenchSetup, run_name
+from forerun.bench.run import BenchRun, BenchSetup, run_name, waves
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, NotEnoughMemory
@@ -32,6 +33,7 @@ from forerun.progress import LoadingBar
 from forerun.store import Journal, cache_folder
 from forerun.streams import show_note
 
+T = TypeVar("T")
 FORMAT_VERSION = 4
 HEAD_KEYS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # the key of the format version in the first line
 
@@ -59,7 +61,7 @@ class Measurements:
         with kept.writable():
             kept.journal = Journal.of_run(path, head, what, option, place, fresh)
         for number, entry in enumerate(kept.journal.entries[1:], start=2):
-            if not isinstance(entry, dict) or set(entry) != {"of", "value"}:
+            if not isinstance(entry, dict) or set(entry) != {"of", "value"} or not isinstance(entry["of"], str):
                 raise InvalidRequest(option, f"{path}:{number} is damaged: start over with --fresh")
             kept.values[entry["of"]] = entry["value"]
         return kept
@@ -67,14 +69,24 @@ class Measurements:
     def holds(self, of: str) -> bool:
         """Whether a measurement exists and was not disturbed by other programs."""
         value = self.values.get(of)
-        return of in self.values and not (isinstance(value, dict) and disturbs(value.get("num_busy")))
+        num_busy = value.get("num_busy") if isinstance(value, dict) else None
+        return of in self.values and not (isinstance(num_busy, int | float) and disturbs(num_busy))
 
-    def add(self, of: str, value: Any) -> Any:
-        """Store a finished measurement; returns it as decoded from JSON, as a later run will read it."""
+    def value(self, of: str, parse: Callable[[Any], T]) -> T:
+        """A finished measurement, which `parse` reads. If that raises ValueError, raises InvalidRequest."""
+        try:
+            return parse(self.values[of])
+        except ValueError as error:
+            entries = enumerate(self.journal.entries, start=1)
+            line = max(number for number, entry in entries if entry.get("of") == of)
+            fix = "delete this line, so that it is measured again, or start over with --fresh"
+            raise InvalidRequest(self.option, f"{self.path}:{line} is damaged ({error}): {fix}") from error
+
+    def add(self, of: str, value: Any) -> None:
+        """Store a finished measurement, and hold it as a later run will read it: as decoded from JSON."""
         with self.writable():
             self.journal.add({"of": of, "value": value})
         self.values[of] = self.journal.entries[-1]["value"]
-        return self.values[of]
 
     @contextmanager
     def writable(self) -> Iterator[None]:
@@ -183,7 +195,11 @@ def bench(setup: BenchSetup, selection: Selection, kept: Measurements, report: P
             report(f"{group.name}, depth {depth_name(turn.depth)}", done / total)
             kept.add(run_name(group, turn), asdict(setup.run(group, turn)))
             done += weight(setup, group)
-    runs = {group: [BenchRun.from_json(kept.values[run_name(group, turn)]) for turn in turns] for group in groups}
+    runs: dict[Group, list[BenchRun]] = {}
+    for group in groups:
+        num_answers = list(waves(len(setup.workloads[group.workload].items), group.batch))[-1].stop
+        parse = partial(BenchRun.from_json, num_answers=num_answers)
+        runs[group] = [kept.value(run_name(group, turn), partial(parse, turn=turn)) for turn in turns]
     return [group_figures(group, each, setup.workloads[group.workload].recorded()) for group, each in runs.items()]
 
 

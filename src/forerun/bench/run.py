@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome, Stats
 from forerun.bench.material import Workload, hash_of
-from forerun.bench.plan import Group, Turn, depth_name
+from forerun.bench.plan import CHOSEN, Group, Turn, depth_name
+from forerun.bench.stored import of_json
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Drafter
@@ -147,7 +148,7 @@ class BenchRun:
     `num_distinct` of their `num_ngrams` 8-grams are distinct within their answer.
     """
 
-    depth: int
+    depth: Annotated[int, CHOSEN]
     repetition: int
     first_s: float
     num_tokens: int
@@ -174,9 +175,12 @@ class BenchRun:
     num_busy: float | None = None  # cores that other programs used during the run; None if unknown
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> BenchRun:
-        """The inverse of JSON encoding, which turns tuples into lists."""
-        return cls(**{name: as_tuple(value) for name, value in entry.items()})
+    def from_json(cls, entry: Any, turn: Turn, num_answers: int) -> BenchRun:
+        """The inverse of JSON encoding for a run at this turn. Raises ValueError for anything else."""
+        run: BenchRun = of_json(cls, entry)
+        if (run.depth, run.repetition, len(run.answers)) != (turn.depth, turn.repetition, num_answers):
+            raise ValueError("it is of another run")
+        return run
 
 
 @dataclass(slots=True)
@@ -328,11 +332,6 @@ class BenchSetup:
             kernels=self.llm.engine.kernels,
         )
         return TimedEngine(engine, sequences)
-
-
-def as_tuple(value: Any) -> Any:
-    """JSON lists as tuples, recursively."""
-    return tuple(map(as_tuple, value)) if isinstance(value, list) else value
 
 
 def run_name(group: Group, turn: Turn) -> str:

@@ -16,13 +16,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.plan import Group
 from forerun.bench.run import BenchSetup, TimedEngine, TimedRound
+from forerun.bench.stored import SMALLEST, of_json
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
@@ -161,8 +162,8 @@ class RowCosts:
     prompt token, `num_busy` the number of cores that other programs used during the measurement.
     """
 
-    plain_s: float
-    passes: dict[int, float]
+    plain_s: Annotated[float, SMALLEST]
+    passes: dict[int, Annotated[float, SMALLEST]]
     drafts: dict[int, float]
     reading_s: float = 0.0
     num_busy: float | None = None
@@ -193,9 +194,11 @@ class RowCosts:
 
     @classmethod
     def from_json(cls, entry: Any) -> RowCosts:
-        """The inverse of JSON encoding, in which integer keys become strings."""
-        passes, drafts = ({int(size): ratio for size, ratio in entry[name].items()} for name in ("passes", "drafts"))
-        return cls(entry["plain_s"], passes, drafts, entry["reading_s"], entry.get("num_busy"))
+        """The inverse of JSON encoding. Raises ValueError for anything else, and for costs without a pass."""
+        costs: RowCosts = of_json(cls, entry)
+        if not costs.passes:
+            raise ValueError("passes is empty")
+        return costs
 
 
 def along(known: Mapping[int, float], size: int) -> float:

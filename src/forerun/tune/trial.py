@@ -10,27 +10,33 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Workload
 from forerun.bench.measure import Measurements, draft_fingerprint, load_for
 from forerun.bench.plan import CHOSEN, Group, Selection, Turn
 from forerun.bench.run import BenchRun, BenchSetup, RunLog, run_name, waves
+from forerun.bench.stored import of_json
 from forerun.config import AUTO, AUTO_DEPTH, Speculation
 from forerun.control.controller import Controller, FixedDepth
 from forerun.draft.base import Drafter
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
 from forerun.errors import UnknownDrafter
+from forerun.limits import shown
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
+from forerun.shape import MOST_NODES
 from forerun.tune.passes import PassMeter, PilotDrafter, RowCosts
 from forerun.tune.predict import DraftOutcome, TextRounds
 
 MARGIN = 32  # context tokens beyond the texts, for deep drafts at their ends
 EXITS = (8, 4, 2)  # `early-exit:auto` tries to exit after 1/8, 1/4 and 1/2 of the layers
+T = TypeVar("T")
+RecordedText = tuple[int, int, list[list[DraftOutcome]]]  # the fields of TextRounds after `category`
 PILOT_DEPTH = AUTO_DEPTH  # draft depth of the pilot run, and the maximum depth predicted
 
 
@@ -73,6 +79,23 @@ class DrafterMemory:
     target_cache_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """Stored costs of rounds: pairs of the number of rows and the JSON form of a RowCosts."""
+
+    rows: list[tuple[int, Any]]
+    num_busy: float | None
+
+
+def recorded_texts(value: Any) -> list[RecordedText]:
+    """The texts of a pilot run, from JSON. Raises ValueError for anything else, and for impossible numbers."""
+    texts: list[RecordedText] = of_json(list[RecordedText], value)
+    for _, num_tokens, places in texts:
+        if len(places) != num_tokens or any(not each[1] <= each[0] <= MOST_NODES for place in places for each in place):
+            raise ValueError("it is not of a text's drafts")
+    return texts
+
+
 class OutOfTime(Exception):
     """A required measurement would start after the time limit."""
 
@@ -102,14 +125,17 @@ class Trial:
         """Whether the deadline has passed."""
         return time.perf_counter() >= self.deadline_s
 
-    def stored(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The stored measurement of this name, or else a new one. Raises OutOfTime after the deadline."""
+    def stored(self, name: str, parse: Callable[[Any], T], measure: Callable[[], Any]) -> T:
+        """The stored measurement of this name, or else a new one. Raises OutOfTime after the deadline.
+
+        `parse` reads its JSON form; a stored one that it refuses with a ValueError raises InvalidRequest.
+        """
         name = f"{self.name} {name}"
-        if self.kept.holds(name):
-            return self.kept.values[name]
-        if self.late:
-            raise OutOfTime
-        return self.kept.add(name, measure())
+        if not self.kept.holds(name):
+            if self.late:
+                raise OutOfTime
+            self.kept.add(name, measure())
+        return self.kept.value(name, parse)
 
     def loaded(self) -> LLM:
         """The LLM with both models, for the largest batch. Raises NotEnoughMemory if it does not fit."""
@@ -161,7 +187,8 @@ class Trial:
             caches, kept = sum(plan.drafter_cache_bytes.values()), sum(plan.remembered_bytes.values())
             return asdict(DrafterMemory(plan.weights_bytes - alone, caches, kept, alone, plan.cache_bytes))
 
-        return DrafterMemory(**self.stored("memory", planned))
+        memory: DrafterMemory = self.stored("memory", partial(of_json, DrafterMemory), planned)
+        return memory
 
     def drafter_names(self) -> Sequence[str]:
         """The names of a mix's drafters; [""] for a single drafter."""
@@ -170,7 +197,7 @@ class Trial:
             drafter = self.loaded().drafter
             return list(drafter.names) if drafter is not None and len(drafter.names) > 1 else [""]
 
-        names: list[str] = self.stored("names", listed)
+        names: list[str] = self.stored("names", partial(of_json, list[str]), listed)
         return names
 
     def num_texts(self, batch: int) -> int:
@@ -201,13 +228,10 @@ class Trial:
                 rounds.append([prompt, len(answer), pilot.places(sequence.id, prompt, answer, PILOT_DEPTH)])
             return rounds
 
-        texts = []
-        for number, (num_prompt, num_tokens, places) in enumerate(
-            self.stored(f"pilot, batch {batch}, temperature {group.temperature:g}, arm {drafter_name}", recorded)
-        ):
-            outcomes = [[DraftOutcome(*each) for each in place] for place in places]
-            texts.append(TextRounds(items[number % len(items)].category, num_prompt, num_tokens, outcomes))
-        return tuple(texts[: self.num_texts(group.batch)])
+        name = f"pilot, batch {batch}, temperature {group.temperature:g}, arm {drafter_name}"
+        texts = enumerate(self.stored(name, recorded_texts, recorded))
+        rounds = [TextRounds(items[number % len(items)].category, *each) for number, each in texts]
+        return tuple(rounds[: self.num_texts(group.batch)])
 
     def passes(
         self, group: Group, drafter_name: str, part: str, sizes: Mapping[int, Sequence[int]], repeats: int
@@ -222,9 +246,15 @@ class Trial:
                 measured.append([num_rows, asdict(meter.measure(groups, self.report))])
             return {"rows": measured, "num_busy": max(costs["num_busy"] or 0.0 for _, costs in measured)}
 
-        stored = self.stored(f"passes, {group.name}, arm {drafter_name}, {part}", timed)
-        return {num_rows: RowCosts.from_json(costs) for num_rows, costs in stored["rows"]}
+        def parsed(value: Any) -> dict[int, RowCosts]:
+            costs = {num_rows: RowCosts.from_json(each) for num_rows, each in of_json(PassCosts, value).rows}
+            if costs.keys() != sizes.keys():
+                raise ValueError(f"it has {shown([*costs])} rows and not {shown([*sizes])}")
+            return costs
+
+        return self.stored(f"passes, {group.name}, arm {drafter_name}, {part}", parsed, timed)
 
     def run(self, group: Group, turn: Turn) -> BenchRun:
         """One repetition of plain or drafted decoding of all prompts."""
-        return BenchRun.from_json(self.stored(run_name(group, turn), lambda: asdict(self.running().run(group, turn))))
+        parse = partial(BenchRun.from_json, turn=turn, num_answers=self.num_texts(group.batch))
+        return self.stored(run_name(group, turn), parse, lambda: asdict(self.running().run(group, turn)))
