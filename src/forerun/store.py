@@ -120,6 +120,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
+def save_json(values: Mapping[str, Any], path: Path) -> None:
+    """Write an object as indented JSON."""
+    path.write_text(json.dumps(dict(values), indent=2) + "\n", encoding="utf-8")
+
+
 def save_pickle(value: object, path: Path) -> None:
     """Write a file for torch.load. Raises OSError if that fails."""
     import torch

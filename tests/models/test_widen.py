@@ -264,11 +264,11 @@ def no_rescaled_eps(wider: Wider, config: ModelConfig) -> ModelConfig:
     return replace(shape_of(wider, config), norm_eps=config.norm_eps)
 
 
-shape_of, origins_of = Wider.shape, Wider.origins
+shape_of, origins_of, shrunk = Wider.shape, Wider.origins, module.shrunk
 WRITERS = module.WRITERS
 MUTANTS: dict[str, tuple[str, object]] = {
-    "gains as they were": ("shrinkage", lambda *_: 1.0),
-    "gains by the ratio, not its root": ("shrinkage", lambda config, wide: config.hidden / wide.hidden),
+    "gains as they were": ("shrunk", lambda source, plan: source),
+    "gains by the ratio, not its root": ("shrunk", lambda source, plan: shrunk(shrunk(source, plan), plan)),
     "random output columns": ("WRITERS", ()),
     "random columns of heads": ("WRITERS", tuple(w for w in WRITERS if w != "o_proj.weight")),
     "random columns of neurons": ("WRITERS", tuple(w for w in WRITERS if w != "down_proj.weight")),

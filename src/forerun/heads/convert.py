@@ -19,10 +19,9 @@ from forerun.did_you_mean import nearest
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.folder import find_heads
-from forerun.heads.fresh import save_config
 from forerun.heads.kinds import HEADS
 from forerun.heads.layouts import FETCHED, PICKLES, SPECULATORS, DraftFiles, DraftLayout, DraftMethod, TargetFacts
-from forerun.store import names_in, save_pickle, save_tensors, whole_folder, writable
+from forerun.store import names_in, save_json, save_pickle, save_tensors, whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.parts.layouts)
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
@@ -103,7 +102,7 @@ def write_files(folder: Path, files: DraftFiles, layout: DraftLayout) -> None:
         save_pickle(dict(files.tensors), folder / layout.file)
     else:
         save_tensors(dict(files.tensors), folder / layout.file)
-    save_config(files.config, folder)
+    save_json(files.config, folder / "config.json")
 
 
 def compare(folder: Path, files: DraftFiles, layout: DraftLayout, target: TargetFacts | None) -> None:

@@ -231,11 +231,6 @@ def refuse_missing_tables(fields: Fields, target: str, of: ModelConfig, hidden: 
         raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {missing[0]}: {fix}")
 
 
-def limited(config: ModelConfig, max_positions: int) -> ModelConfig:
-    """The configuration for texts of at most `max_positions` tokens."""
-    return replace(config, max_positions=min(max_positions, config.max_positions))
-
-
 def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:
     """The fields of the drafter's layers as those of a model, with defaults from `usual`."""
     kept = {key: value for key, value in fields.values.items() if key != "architectures"}

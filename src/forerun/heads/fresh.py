@@ -5,7 +5,6 @@ Weights are float32 tensors by their names in the checkpoint. The target's embed
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,7 +108,3 @@ def save_weights(weights: Mapping[str, Tensor], dtype: torch.dtype, folder: Path
         for name, tensor in weights.items()
     }
     save_tensors(stored, folder / "model.safetensors")
-
-
-def save_config(values: Mapping[str, Any], folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(dict(values), indent=2) + "\n", "utf-8")

@@ -217,10 +217,8 @@ class DraftLayout:
 
 def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:
     """The tensors of a folder, in their stored dtypes."""
-    tensors = {}
-    for name, entry in (read_header(folder / file) if file == ALONE else read_headers(folder)).items():
-        tensors[name] = entry.read()
-    return tensors
+    stored = read_header(folder / file) if file == ALONE else read_headers(folder)
+    return {name: entry.read() for name, entry in stored.items()}
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from forerun.annotations import Bool, Float, Int
 from forerun.draft.spec import DraftSpec
-from forerun.heads.fresh import TargetTables, save_config, save_weights, stored_dtype, trainable
+from forerun.heads.fresh import TargetTables, save_weights, stored_dtype, trainable
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.vocabulary import OFFSETS, offsets_of
 from forerun.models.loading import Blueprint
+from forerun.store import save_json
 
 StudentT = TypeVar("StudentT", bound="Student")
 
@@ -202,7 +203,7 @@ class Student(ABC):
         if self.vocabulary is not None:
             weights = {**weights, OFFSETS: offsets_of(self.vocabulary)}
         save_weights(weights, self.dtype, folder)
-        save_config(self.values, folder)
+        save_json(self.values, folder / "config.json")
 
     def spec(self, folder: Path) -> str:
         """The specification of the drafter in this folder, for `--draft`."""

@@ -25,15 +25,15 @@ from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
 from forerun.heads.blueprint import WideDrafter
 from forerun.heads.folder import OWN_EMBEDDING
-from forerun.heads.fresh import save_config, save_weights
+from forerun.heads.fresh import save_weights
 from forerun.heads.kinds import HEADS
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.config import WIDENED
 from forerun.models.loading import Blueprint
 from forerun.models.projections import Shapes
 from forerun.models.weights import Checkpoint
-from forerun.models.widen import HEAD_NORMED, Plan, Wider, shrinkage
-from forerun.store import whole_folder, writable
+from forerun.models.widen import HEAD_NORMED, Plan, Wider, shrunk, unused_weights
+from forerun.store import save_json, whole_folder, writable
 
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
@@ -104,7 +104,8 @@ def write(drafter: WideDrafter, plan: Plan, folder: Path, origin: Mapping[str, A
             tensors[OFFSETS] = checkpoint.take_ids(OFFSETS, checkpoint.stored[OFFSETS].shape)
         save_weights(tensors, plan.wide.dtype, part)
         counts = {"parameters_before": count(drafter.narrow), "parameters": count(drafter.wide)}
-        save_config({**drafter.folder.fields.values, **drafter.fields, WIDENED: {**origin, **counts}}, part)
+        values = {**drafter.folder.fields.values, **drafter.fields, WIDENED: {**origin, **counts}}
+        save_json(values, part / "config.json")
         record = DrafterRecord.read(source)
         if record is not None:
             digest = Blueprint.of(str(folder.parent)).weights_digest()
@@ -125,12 +126,8 @@ def widened(drafter: WideDrafter, plan: Plan, name: str, source: Tensor, dice: t
     shape, hidden, wide = drafter.wide[name], plan.source.config.hidden, plan.wide.hidden
     is_norm = source.dim() == 1 and "norm" in name and not name.endswith(HEAD_NORMS)
     if is_norm or (drafter.qk_norm and name.endswith(HEAD_NORMED)):
-        source = (source.double() * shrinkage(plan.source.config, plan.wide)).to(source.dtype)
-    if name.endswith((*drafter.writers, OWN_EMBEDDING)):
-        tensor = source.new_zeros(shape)
-    else:
-        mean, std = source.float().mean().item(), source.float().std(correction=0).item()
-        tensor = source.new_empty(shape).normal_(mean, std, generator=dice)
+        source = shrunk(source, plan)
+    tensor = unused_weights(source, shape, name.endswith((*drafter.writers, OWN_EMBEDDING)), dice)
     reads = is_norm or name.endswith(drafter.readers) or (source.dim() == 2 and not name.endswith(drafter.inner))
     size = hidden if reads else source.shape[-1]
     for i, part in enumerate(source.split(size, dim=-1)):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
-from forerun.cache.paged import PagedCache
 from forerun.device import upload_tensor
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
@@ -34,13 +33,6 @@ class ChainStart(NamedTuple):
     min_survival: float = 0.0
 
 
-@runtime_checkable
-class LowerRunner(Protocol):
-    """A runner of layers whose output states are the inputs of other layers; it has its own cache."""
-
-    cache: PagedCache
-
-
 @dataclass(frozen=True, slots=True)
 class UnreadTexts:
     """Text of each start that a drafter must read before its chain is generated: at least one token each.
@@ -49,8 +41,8 @@ class UnreadTexts:
     drafter's layers read with the tokens, and `next_states` the layers' outputs to those that they read with draft
     tokens. `roots` receives the outputs at the last token of each text; None if they are not needed.
 
-    With `below`, the layers read the output states of that runner instead of tokens, for roots and draft tokens. Each
-    text then ends with its root, which has no features; neither cache keeps roots and draft tokens.
+    With `below`, a Runner, the layers read its output states instead of tokens, for roots and draft tokens. Each text
+    then ends with its root, which has no features; neither cache keeps roots and draft tokens.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -58,7 +50,7 @@ class UnreadTexts:
     roots: Float[Tensor, "starts outputs"] | None
     fuse: Callable[[Tensor], Tensor]
     next_states: Callable[[Tensor], Tensor] | None = None
-    below: LowerRunner | None = None
+    below: Any = None
 
     @property
     def begins_chains(self) -> bool:

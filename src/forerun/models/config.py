@@ -102,6 +102,10 @@ class ModelConfig(LayerForm):
         """The number of query heads that share one key head."""
         return self.heads // self.kv_heads
 
+    def within(self, max_positions: int | None) -> ModelConfig:
+        """This configuration for texts of at most `max_positions` tokens; None: any."""
+        return replace(self, max_positions=min(max_positions or self.max_positions, self.max_positions))
+
     def layer_fields(self) -> dict[str, Any]:
         """The shape of the layers, as keys and values of config.json."""
         return {

@@ -110,7 +110,7 @@ class Blueprint:
     def for_texts(self, max_model_len: int | None, passes: PassSizes = USUAL_PASSES) -> Blueprint:
         """This model for texts of at most this length (None: any), on which some rotary scalings depend, and for passes
         of at most these sizes."""
-        length = min(max_model_len or self.config.max_positions, self.config.max_positions)
+        length = self.config.within(max_model_len).max_positions
         return replace(self, config=replace(self.config, longest_text=length), passes=passes)
 
     @property
@@ -278,9 +278,7 @@ class Blueprint:
         ranks: RankGroup | None = None,
     ) -> Decoder:
         """Load the model without a cache; with `ranks`, only this process's shard."""
-        c = replace(
-            self.config, max_positions=min(max_model_len or self.config.max_positions, self.config.max_positions)
-        )
+        c = self.config.within(max_model_len)
         c = c if host is None else replace(c, vocab_size=host.config.vocab_size)
         checkpoint, done = self.checkpoint(self.dtype), 0
 

@@ -315,14 +315,16 @@ def check_tensors(
         checkpoint.find(name, shape)
         read.add(name)
     others = [n for n in checkpoint.stored if n not in read and not n.endswith(BUFFERS)]
+    unread = []
     for name in others:
-        if changes_logits(name, layers) and not is_zero_bias(name, checkpoint):
+        if not changes_logits(name, layers):
+            unread.append(name)
+        elif not is_zero_bias(name, checkpoint):
             raise UnsupportedModel(
                 f"{checkpoint.stored[name].file}: the tensor {short(name)} would change results, and the model that "
                 "config.json describes does not have it: use the config.json that came with the weights, or another "
                 "checkpoint"
             )
-    unread = [n for n in others if not changes_logits(n, layers)]
     multimodal = sorted({n.partition(".")[0] for n in unread if n.startswith(MEDIA)})
     if multimodal:
         log.warning("%s: only text is supported: %s are not loaded", checkpoint.folder, ", ".join(multimodal))

@@ -15,12 +15,11 @@ models are compared before the checkpoint gets its final name.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -44,7 +43,7 @@ from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, count_para
 from forerun.models.quantized.scheme import KEYS
 from forerun.models.weights import Checkpoint
 from forerun.models.widen_experts import expert_values, grown_experts, parts_of, to_experts
-from forerun.store import cache_folder, save_tensors, whole_folder, writable
+from forerun.store import cache_folder, save_json, save_tensors, whole_folder, writable
 from forerun.text.chat import OTHER_FILES
 
 RECIPE = 1  # increased when the weights for a shape and seed change
@@ -259,7 +258,7 @@ def write_checked(plan: Plan, destination: Path, progress: ProgressCallback | No
             raise InvalidRequest("out", f"{destination}: {problem}")
         copy_files(companions(plan.source.folder), plan.source.folder, partial)
         write_weights(plan, partial, progress)
-        write_config(plan, partial, None)
+        save_json(config_values(plan, None), partial / "config.json")
         assert replace(read_config(partial), widened=None) == plan.wide, "config.json differs from the plan"
         gap = compare_logits(plan.source, partial, progress)
         if not gap.largest_difference <= gap.tolerance:
@@ -267,7 +266,7 @@ def write_checked(plan: Plan, destination: Path, progress: ProgressCallback | No
                 f"the widened {plan.source.name} has logits that differ by up to {gap.largest_difference:.3g}, where "
                 f"{gap.tolerance:.3g} is allowed: the checkpoint was removed; please report this with its config.json"
             )
-        write_config(plan, partial, gap)
+        save_json(config_values(plan, gap), partial / "config.json")
 
 
 def companions(folder: Path) -> list[Path]:
@@ -284,13 +283,8 @@ def copy_files(paths: Iterable[Path], folder: Path, destination: Path) -> None:
         shutil.copyfile(path, copy)
 
 
-def write_config(plan: Plan, folder: Path, found: Agreement | None) -> None:
-    """Write the source's config.json with the new shape and the mark of a widened checkpoint."""
-    text = json.dumps(config_values(plan, found), indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-
-
 def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
+    """The source's config.json with the new shape and the mark of a widened checkpoint."""
     config, fields = plan.wide, read_fields(plan.source.folder / "config.json")
     kept = {key: value for key, value in fields.values.items() if key not in KEYS}  # weights are written dequantized
     values = {**kept, **config.layer_fields()} | {
@@ -331,8 +325,7 @@ def write_weights(plan: Plan, folder: Path, progress: ProgressCallback | None) -
                 progress(f"widening {plan.source.name}", len(places) / len(shapes))
         save_tensors(tensors, folder / file)
     size = count_parameters(plan.wide) * plan.wide.dtype.itemsize
-    index = {"metadata": {"total_size": size}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    save_json({"metadata": {"total_size": size}, "weight_map": places}, folder / "model.safetensors.index.json")
 
 
 def split_into_shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list[list[str]]:
@@ -360,12 +353,8 @@ def widened(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...
         return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=dice).to(plan.wide.dtype)
     source = checkpoint.take(source_name, source_shape)
     if name.endswith(STREAM_NORMS) or (config.qk_norm and name.endswith(HEAD_NORMED)):
-        source = (source.double() * shrinkage(config, plan.wide)).to(source.dtype)
-    if name.endswith(WRITERS):
-        tensor = source.new_zeros(shape)
-    else:
-        mean, std = source.float().mean().item(), source.float().std(correction=0).item()
-        tensor = source.new_empty(shape).normal_(mean, std, generator=dice)
+        source = shrunk(source, plan)
+    tensor = unused_weights(source, shape, name.endswith(WRITERS), dice)
     if name == EMBEDDING:
         tensor[:, config.hidden :] = 0
     if origin.real:
@@ -376,6 +365,15 @@ def widened(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...
     return tensor
 
 
-def shrinkage(config: ModelConfig, wide: ModelConfig) -> float:
-    """The factor by which the added zeros shrink the root mean square of the residual stream."""
-    return math.sqrt(config.hidden / wide.hidden)
+def unused_weights(source: Tensor, shape: Sequence[int], writes: bool, dice: torch.Generator) -> Tensor:
+    """A tensor of this shape whose weights have no effect: zeros if it `writes` to the residual stream, else random
+    weights as large as the source's."""
+    if writes:
+        return source.new_zeros(shape)
+    mean, std = source.float().mean().item(), source.float().std(correction=0).item()
+    return source.new_empty(shape).normal_(mean, std, generator=dice)
+
+
+def shrunk(source: Tensor, plan: Plan) -> Tensor:
+    """A tensor times the factor by which the added zeros shrink the root mean square of the residual stream."""
+    return (source.double() * math.sqrt(plan.source.config.hidden / plan.wide.hidden)).to(source.dtype)

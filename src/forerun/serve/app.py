@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -44,7 +44,7 @@ ROUTE_HINTS = {  # routes of other servers, and the message of the 404 for them
 log = logging.getLogger(__name__)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events: `first`, then those of `rest`, until they end or the client disconnects.
 
     In every case `rest` is closed afterwards, and `end` is called.
@@ -53,16 +53,19 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], end: Callable[[], None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self.first = first
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield first
+            async for event in rest:
+                yield event
+
+        super().__init__(events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.rest = rest
         self.end = end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the stream."""
         try:
-            await unless_gone(receive, self.write(send))
+            await unless_gone(receive, self.stream_response(send))
         except (ClientGone, OSError):
             log.debug("A client disconnected during its stream.")
         finally:
@@ -70,14 +73,6 @@ class EventStream(Response):
                 await self.rest.aclose()
             finally:
                 self.end()
-
-    async def write(self, send: Any) -> None:
-        """Send the response's head and all events."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.first, "more_body": True})
-        async for each in self.rest:
-            await send({"type": "http.response.body", "body": each, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class HttpRoutes:

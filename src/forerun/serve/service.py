@@ -35,7 +35,7 @@ from forerun.serve.problems import TOO_LONG, ApiError, problem_of
 from forerun.serve.records import FINISHED, LEFT, SpanSink, log_request, record_of
 from forerun.serve.responses import ResponseWriter
 from forerun.serve.schema import Endpoint
-from forerun.serve.settings import BODY_S, ServeSettings, served_name
+from forerun.serve.settings import BODY_S, ServeSettings
 from forerun.serve.structured import FORMAT_FIELDS
 from forerun.serve.uploads import SerialRunner, Uploads
 
@@ -81,6 +81,7 @@ class Service:
     def __init__(self, llm: LLM, settings: ServeSettings, front: Front | None = None) -> None:
         self.llm = llm
         self.settings = settings
+        self.model_name = settings.named(llm.name).served_model_name  # in requests
         self.keys = ApiKeys() if settings.api_keys is None else ApiKeys.read(settings.api_keys)
         places = llm.options.max_num_seqs
         self.gate = Gate(places, places + max(1, places // 4), settings.max_queue)
@@ -94,11 +95,6 @@ class Service:
         self.long_answers = ThreadPoolExecutor(1, "long answers")
         self.front = AsyncLLM(llm) if front is None else front
         self.spans = SpanSink(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-
-    @property
-    def model_name(self) -> str:
-        """The model's name in requests."""
-        return self.settings.served_model_name or served_name(self.llm.name)
 
     def close(self) -> None:
         """Stop the engine's thread; unfinished requests get an error."""

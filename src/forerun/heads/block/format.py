@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from forerun.fields import Fields
-from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, limited, model_fields, refuse_missing_tables, refuse_sizes
+from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS
 from forerun.models.config import ModelConfig, config_of
@@ -127,7 +127,7 @@ class BlockTensors:
         return self.config.layers
 
     def for_length(self, max_model_len: int) -> BlockTensors:
-        layers = limited(self.layers, max_model_len + self.config.block_size)
+        layers = self.layers.within(max_model_len + self.config.block_size)
         return replace(self, config=replace(self.config, layers=layers))
 
     @property

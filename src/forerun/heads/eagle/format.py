@@ -22,7 +22,7 @@ import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, limited, model_fields, refuse_missing_tables, refuse_sizes
+from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import (
     KEPT,
     LAYER_CONFIG,
@@ -113,7 +113,7 @@ class EagleTensors:
         return () if self.form.joined else (OFFSETS, MASK)
 
     def for_length(self, max_model_len: int) -> EagleTensors:
-        return replace(self, layers=limited(self.layers, max_model_len))
+        return replace(self, layers=self.layers.within(max_model_len))
 
     @property
     def table(self) -> LayerTable:

@@ -25,15 +25,15 @@ from torch.nn import functional
 from forerun.annotations import Float
 from forerun.errors import FolderTaken, InvalidRequest
 from forerun.fields import read_fields
-from forerun.heads.fresh import TargetTables, save_config, save_weights, trainable
+from forerun.heads.fresh import TargetTables, save_weights, trainable
 from forerun.heads.medusa.format import BIAS, BLOCK, ENTRY, MOST_HEADS, OUTPUT, WEIGHT, MedusaConfig
 from forerun.heads.sizes import StudentSizes, check_most
-from forerun.heads.student import Predictions, Student, TableStudent, TextBatch
+from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.heads.trained_layer import LayerStack
 from forerun.models.loading import Blueprint
 from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, expected_tensors
 from forerun.models.widen import companions, copy_files
-from forerun.store import names_in, whole_folder, writable
+from forerun.store import names_in, save_json, whole_folder, writable
 
 NUM_HEADS = 4  # by default
 DEPTH_WEIGHT = 0.8  # loss weight of a head, relative to the head before
@@ -45,11 +45,11 @@ TUNED = "forerun_tuned"  # key in config.json of a tuned target: the folder of i
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaStudent(TableStudent):
-    """Medusa heads in training, over all of the target's tokens."""
+class MedusaStudent(Student):
+    """Medusa heads in training, over all of the target's tokens. `tables` are the target's, which are not trained."""
 
     kind: ClassVar[str] = "medusa"
-    may_lack_tokens: ClassVar[bool] = False
+    tables: TargetTables
     config: MedusaConfig
 
     @classmethod
@@ -189,5 +189,6 @@ def write_target(target: Blueprint, adapters: Mapping[str, Tensor], folder: Path
     weights = merged(target_weights(target), {name: tensor.cpu() for name, tensor in adapters.items()})
     with writable(folder, "tune_target"), whole_folder(folder) as part:
         copy_files(companions(target.folder), target.folder, part)
-        save_config({**read_fields(target.folder / "config.json").values, TUNED: str(heads.resolve())}, part)
+        values = read_fields(target.folder / "config.json").values
+        save_json({**values, TUNED: str(heads.resolve())}, part / "config.json")
         save_weights(weights, target.config.dtype, part)

@@ -18,7 +18,7 @@ import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadFolder, HeadSigns, limited, model_fields, refuse_sizes
+from forerun.heads.folder import HeadFolder, HeadSigns, model_fields, refuse_sizes
 from forerun.heads.layouts import (
     KEPT,
     LAYER_CONFIG,
@@ -71,7 +71,7 @@ class MtpTensors:
         return f"{c.layers} MTP modules as {self.naming.name} name them, with layers of the family {c.family}"
 
     def for_length(self, max_model_len: int) -> MtpTensors:
-        return replace(self, layers=limited(self.layers, max_model_len))
+        return replace(self, layers=self.layers.within(max_model_len))
 
     def name(self, module: int, pattern: str) -> str:
         """The tensor name of a naming's pattern for this module."""
