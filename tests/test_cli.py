@@ -181,11 +181,11 @@ def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     load_instead(monkeypatch, build)
     given = "--draft model:DIR --depth 3 --verification block --dtype bfloat16 --quantize int8 --kernels torch"
-    given += " --max-model-len 100 --threads 2"
+    given += " --max-model-len 100 --memory-bytes 9000 --threads 2"
     assert generate("x", *given.split()).exit_code == 0
     assert generate("x").exit_code == 0
     assert seen[0] == ModelOptions(
-        "some/model", "model:DIR", "3", "block", LoadingOptions("bfloat16", "int8", "torch", 2), 100
+        "some/model", "model:DIR", "3", "block", LoadingOptions("bfloat16", "int8", "torch", 2), 100, 9000
     )
     assert seen[1] == ModelOptions("some/model")
 

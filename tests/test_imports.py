@@ -21,12 +21,12 @@ ORDER = """
     verify
     draft
     heads
-    drafters catalog
+    drafters
     accept
     request
     control
     engine
-    ecosystem output
+    ecosystem output catalog
     llm
     async_llm
     serve prove trace inside

@@ -58,6 +58,7 @@ def test_every_page_has_a_purpose_examples_and_statuses(name: str) -> None:
     for status in ("0", "1", "2", "3", "130", "141"):
         assert re.search(rf"^  {status} +[A-Z]", page, re.MULTILINE)
     assert f"forerun {name} " in page
+    assert set(re.findall(r" (<[^|>]+>)", page)) <= {"<str>", "<int>", "<float>", "<path>"}
 
 
 @pytest.mark.parametrize(("name", "line"), EXAMPLES, ids=lambda value: value)

@@ -15,6 +15,7 @@ import torch
 
 from forerun.draft.auto import AUTO_DRAFT, records_of, resolve_auto
 from forerun.draft.spec import DraftSpec
+from forerun.engine.memory import default_budget
 from forerun.errors import ForerunError
 from forerun.models.bundled import BUNDLED
 from forerun.models.config import read_config
@@ -43,7 +44,8 @@ class DrafterFacts:
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The facts of a model and how it runs here. `number_format` is the format of the weights in memory, `kernels` the
-    backend that computes with them; `token_bytes` is the size of a token in the KV cache, `context` is in tokens."""
+    backend that computes with them; `token_bytes` is the size of a token in the KV cache, `context` is in tokens,
+    `budget_bytes` is the memory that forerun would use now at most, unless --memory-bytes is given."""
 
     name: str
     folder: str
@@ -54,6 +56,7 @@ class ModelFacts:
     weights_bytes: int
     token_bytes: int
     context: int
+    budget_bytes: int
     has_chat_template: bool
     drafters: Sequence[DrafterFacts]
 
@@ -86,6 +89,7 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
         weights_bytes=memory.weights_bytes,
         token_bytes=memory.bytes_per_token,
         context=target.config.max_positions,
+        budget_bytes=default_budget(target.placement.device),
         has_chat_template=template_of(target.tokenizer_folder).is_usable,
         drafters=tuple(drafters_for(target, tokenizer)),
     )

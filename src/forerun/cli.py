@@ -44,7 +44,7 @@ forerun generate --help
 WIDEST, NARROWEST = 100, 40
 NAMES = 30  # the widest column of names
 NARROW = 72  # on narrower terminals descriptions are below the names
-RANGE = re.compile(r"<(\w+) range>")
+TYPE = re.compile(r"<(?:list\[)?(\w+)(?: range|\])?>")  # a type as typer writes it: <int range>, <list[Path]>
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 STATUSES = (
     ("0", "Success."),
@@ -92,9 +92,14 @@ def groups(command: Any, ctx: Any) -> Iterator[tuple[str, list[tuple[str, str]]]
         if record is not None:
             argument = param.param_type_name == "argument"
             title = ARGUMENTS if argument else getattr(param, "rich_help_panel", None) or OPTIONS
-            rows_by_group.setdefault(title, []).append((RANGE.sub(r"<\1>", record[0]), record[1]))
+            rows_by_group.setdefault(title, []).append((TYPE.sub(shown_type, record[0]), record[1]))
     rows_by_group[OPTIONS] = rows_by_group.pop(OPTIONS, [])
     yield from ((title, rows) for title, rows in rows_by_group.items() if rows)
+
+
+def shown_type(match: re.Match[str]) -> str:
+    """The type of an option's value, without bounds and without the list of its occurrences."""
+    return f"<{match[1].lower()}>"
 
 
 def definitions(rows: Sequence[tuple[str, str]], width: int, names: int) -> str:

@@ -84,6 +84,12 @@ MaxModelLenOption = Annotated[
     int | None,
     typer.Option(min=1, help="Context length; default: what the model and memory allow.", rich_help_panel=MODEL),
 ]
+MemoryBytesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Memory for weights and caches, in bytes; default: 80% of the free memory.", rich_help_panel=MODEL
+    ),
+]
 TreeOption = Annotated[
     Path | None,
     typer.Option(
@@ -162,6 +168,7 @@ class ModelOptions:
     ] = "coupled"
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     max_model_len: MaxModelLenOption = None
+    memory_bytes: MemoryBytesOption = None
     prefix_cache: Annotated[bool, typer.Option(help="Reuse the KV cache of common prompt prefixes.")] = True
     tree: TreeOption = None
     adapter: AdapterOption = None
@@ -207,9 +214,7 @@ class AnswerOptions:
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", help="Maximum new tokens; default: the model's, or 256.")
     ] = None
-    stop: Annotated[list[str], typer.Option(help="Stop at this string; may be given several times.")] = field(
-        default_factory=list
-    )
+    stop: Annotated[list[str], typer.Option(help="Stop at this string; repeatable.")] = field(default_factory=list)
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue past the end-of-sequence token.")] = False
     raw: Annotated[bool, typer.Option("--raw", help="No colours, like NO_COLOR.")] = False
 

@@ -9,6 +9,7 @@ from typer.testing import Result
 
 from forerun.errors import ModelError
 from forerun.llm import LLM
+from forerun.machine import available_bytes
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
 from forerun.sampling.params import SamplingParams
@@ -44,6 +45,7 @@ def test_the_description_of_a_model_holds_when_it_is_run(machine: Path) -> None:
     memory = Blueprint.of(str(TARGET), dtype="float32").memory
     assert found["weights_bytes"] == memory.weights_bytes
     assert found["context"] == llm.plan.max_model_len == llm.engine.runner.decoder.config.max_positions
+    assert 0 < found["budget_bytes"] < available_bytes() * 1.2
     assert found["parameters"] == sum(weight.numel() for weight in weights_of(TARGET))
     params, prompt = SamplingParams(seed=3, max_tokens=24), "Once upon a time"
     plain = llm.generate(prompt, params)[0].outputs[0].token_ids

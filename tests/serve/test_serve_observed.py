@@ -180,8 +180,9 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     assert "Zebrafish" not in text
     if form == "text":
         assert f"INFO forerun.serve.requests: finished id={answer['id']} endpoint=completions" in text
-        line = r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" (\d+) request_id=".+" duration_s=\d+\.\d{6}\n'
-        assert re.findall(line, text) == ["200", "200", "400"]
+        line = r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" (\d+) request_id=".+" duration_s=\d+\.\d{6}(.*)\n'
+        refused = ' code=unknown_parameter param="temprature"'
+        assert re.findall(line, text) == [("200", ""), ("200", ""), ("400", refused)]
         return
     lines = [json.loads(line) for line in text.splitlines()]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
@@ -195,6 +196,8 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: 
     assert 0 <= first["queue_s"] <= first["first_token_s"] <= first["total_s"]
     asked = {line["request_id"]: line for line in lines if line["logger"] == "forerun.serve.access"}
     assert len(asked) == 3
+    (refused,) = (line for line in asked.values() if line["status"] == 400)
+    assert (refused["code"], refused["param"]) == ("unknown_parameter", "temprature")
     assert all(line["client"].startswith("127.0.0.1:") for line in asked.values())
     for line in (first, second):  # a stream's line is written at its end too
         assert asked[line["request_id"]]["duration_s"] >= line["total_s"] - 1e-6, "the whole request, parsing included"
@@ -222,6 +225,7 @@ def test_warnings_of_the_engine_and_the_first_lines_are_json_too() -> None:
     assert started["level"] == "info"
     assert started["message"] == f"{started['model']} at {started['address']}, fingerprint {started['fingerprint']}"
     assert (started["model"], started["page"]) == (str(TARGET), started["address"].removesuffix("v1"))
+    assert [line["message"] for line in lines if line["message"].startswith("room for 16 sequences of")]
 
 
 def test_a_warning_of_the_engine_is_one_json_line(written: Callable[[], str]) -> None:

@@ -259,7 +259,7 @@ class MemoryShares:
         shorter = f"lower max_model_len to {fitting:,} at most" if fitting else "no max_model_len is small enough"
         return (
             f"one sequence of max_model_len {length:,} needs {needed}, but the memory budget is "
-            f"{size(self.budget_bytes)}; {shorter}, use a smaller dtype, or raise the budget"
+            f"{size(self.budget_bytes)}; {shorter}, use a smaller dtype, or raise memory_bytes"
         )
 
 

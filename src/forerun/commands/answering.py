@@ -47,6 +47,7 @@ def llm_arguments(options: ModelOptions, max_num_seqs: int, chunk_tokens: int | 
         "speculation": options.speculation(),
         "verification": options.verification,
         "max_model_len": options.max_model_len,
+        "memory_bytes": options.memory_bytes,
         "max_num_seqs": max_num_seqs,
         "chunk_tokens": chunk_tokens,
         "prefix_cache": options.prefix_cache,

@@ -75,6 +75,8 @@ def fact_rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     total_bytes = facts.weights_bytes + facts.token_bytes * facts.context
     yield "memory", f"{size(facts.weights_bytes)} of weights, {size(facts.token_bytes)} per token"
     yield "context", f"{facts.context:,} tokens; a full context needs {size(total_bytes)} in total"
+    num_contexts = max(0, facts.budget_bytes - facts.weights_bytes) // (facts.token_bytes * facts.context)
+    yield "room", f"for {num_contexts:,} full contexts at once in {size(facts.budget_bytes)}, 80% of the free memory"
     yield "chat", "has a chat template" if facts.has_chat_template else "no chat template: it continues texts"
     for i, each in enumerate(facts.drafters):
         yield "" if i else "drafters", f"{each.draft}: {each.about}"

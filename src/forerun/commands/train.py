@@ -75,7 +75,9 @@ class TargetOptions:
     model: ModelOption
     data: Annotated[
         list[Path],
-        typer.Option(help="File: .jsonl with prompt, messages or text, .txt with a prompt per line, or any text."),
+        typer.Option(
+            help="File: .jsonl with prompt, messages or text, .txt with a prompt per line, or any text; repeatable."
+        ),
     ]
     out: Annotated[Path, typer.Option(help="Folder for the drafter and the training state.")] = Path("trained")
     force: Annotated[bool, typer.Option("--force", help="Overwrite the folder and start over.")] = False

@@ -44,7 +44,7 @@ class ShapeOptions:
     ] = True
     draft: Annotated[
         list[str] | None,
-        typer.Option("--draft", "-d", help="A drafter that reads the model's hidden states; it is widened as well."),
+        typer.Option("--draft", "-d", help="A drafter that reads the model's hidden states, also widened; repeatable."),
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of the added weights, which do not affect the output.")] = 0
 

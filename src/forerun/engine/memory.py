@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from forerun.cache.plan import MemoryPlan, MemoryShares
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import slots_of
@@ -43,10 +45,7 @@ def plan_engine(
             "max_model_len", f"{max_model_len} must be at most {limit}, the positions of {target.name}."
         )
     if memory_bytes is None:
-        available = free_bytes(device) if device.type == "cuda" else available_bytes()
-        if device.type == "mps":  # the GPU shares the host's memory, up to a limit
-            available = min(available, free_bytes(device))
-        memory_bytes = int(available * BUDGET_SHARE)
+        memory_bytes = default_budget(device)
     shares = MemoryShares(
         target.memory,
         drafter.models,
@@ -64,6 +63,14 @@ def plan_engine(
             plan.max_model_len,
         )
     return plan
+
+
+def default_budget(device: torch.device) -> int:
+    """The memory in bytes that an engine may use if the user sets no limit."""
+    available = free_bytes(device) if device.type == "cuda" else available_bytes()
+    if device.type == "mps":  # the GPU shares the host's memory, up to a limit
+        available = min(available, free_bytes(device))
+    return int(available * BUDGET_SHARE)
 
 
 def pass_sizes(options: EngineOptions, drafts: bool) -> PassSizes:

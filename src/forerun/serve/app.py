@@ -217,7 +217,7 @@ class HttpRoutes:
             return Response(status_code=CLIENT_GONE)
         if isinstance(error, HTTPException):
             error = route_problem(request, error)
-        problem = self.logged_problem(error)
+        request.state.problem = problem = self.logged_problem(error)
         body = message_error(problem) if request.url.path.startswith(MESSAGES) else problem.body
         return json_response(body, problem.status, problem.headers)
 

@@ -44,7 +44,7 @@ class Envelope:
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request. Its id is stored in the scope's state as `request_id`.
+        """Handle one request. Its id is stored in the scope's state as `request_id`, its ApiError as `problem`.
 
         The access log line is written at the end of the answer, or when the client leaves before that.
         """
@@ -62,6 +62,7 @@ class Envelope:
                 check_framing(scope, headers)
                 self.hosts.check(headers.getlist("host"), headers.getlist("origin"), scope["scheme"])
         except ApiError as problem:
+            scope["state"]["problem"] = problem
             app = json_response(problem.body, problem.status, problem.headers)
             closes = closes or problem.status != 403
 
@@ -95,14 +96,23 @@ def check_framing(scope: Scope, headers: Headers) -> None:
 
 
 def log_access(scope: Scope, status: int, request_id: str, duration_s: float) -> None:
-    """Write the access log line of one answer: uvicorn's line, and the other fields after it."""
+    """Write the access log line of one answer: uvicorn's line, and the other fields after it.
+
+    For an error these are also its code and the field that it names.
+    """
     client = ":".join(map(str, scope["client"] or ()))
     path = quote(scope["path"]) + (f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else "")
     method, version = scope["method"], scope["http_version"]
     fields = {"client": client, "method": method, "path": path, "status": status, "request_id": request_id}
+    fields["duration_s"] = round(duration_s, 6)
     line = '%s - "%s %s HTTP/%s" %d request_id=%s duration_s=%.6f'
-    values = (client, method, path, version, status, json.dumps(request_id), duration_s)
-    access_log.info(line, *values, extra={"fields": {**fields, "duration_s": round(duration_s, 6)}})
+    values = [client, method, path, version, status, json.dumps(request_id), duration_s]
+    problem = scope["state"].get("problem")
+    if problem is not None:
+        fields |= {"code": problem.code, "param": problem.param}
+        line += " code=%s param=%s"
+        values += [problem.code, json.dumps(problem.param)]
+    access_log.info(line, *values, extra={"fields": fields})
 
 
 def id_headers(request_id: str) -> list[tuple[bytes, bytes]]:

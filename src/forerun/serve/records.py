@@ -32,7 +32,11 @@ FINISHED, LEFT = "finished", "client_left"
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 REQUESTS = "forerun.serve.requests"
-LEVELS = {"forerun.serve": logging.INFO, "uvicorn.error": logging.ERROR}  # uvicorn warns of invalid requests
+LEVELS = {  # forerun.llm logs the memory plan; uvicorn warns of invalid requests
+    "forerun.serve": logging.INFO,
+    "forerun.llm": logging.INFO,
+    "uvicorn.error": logging.ERROR,
+}
 ATTRIBUTES = {  # of spans: the field of the record
     "gen_ai.operation.name": "endpoint",
     "gen_ai.request.model": "model",
