@@ -3,6 +3,7 @@
 import mmap
 from array import array
 from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
 
 import psutil
@@ -248,6 +249,18 @@ def test_bytes_are_those_of_the_tensors():
     cache = make_cache(64)
     each = PagedCache.bytes_per_token(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float64)
     assert each * (64 + KEY_PAD) == cache.keys.nbytes + cache.values.nbytes
+
+
+def test_any_path_of_a_tail_is_kept_in_its_order():
+    oracle, tail = Oracle(64), range(4)
+    for path in (path for length in range(5) for path in permutations(tail, length)):
+        oracle.reserve({1: 2})
+        oracle.keep({1: [0, 1]})
+        oracle.reserve({1: len(tail)})
+        oracle.keep({1: list(path)})
+        oracle.check()
+        oracle.cache.release([1])
+        oracle.forget(1)
 
 
 def test_keeping_a_chain_copies_nothing(monkeypatch):

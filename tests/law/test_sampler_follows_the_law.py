@@ -175,6 +175,12 @@ def test_block_with_noise_keyed_by_position_alone_is_biased() -> None:
     assert drawn_again(PositionOnly, "block") < 1e-12
 
 
+def test_siblings_are_accepted_by_coins_of_their_own() -> None:
+    """The second sibling is likely to be accepted, by a coin that says nothing about the rejection of the first."""
+    model = torch.tensor([0.7, 0.15, 0.1, 0.05]).log().expand(4, 4)
+    assert first_pairs([0.1, 0.2, 0.3, 0.4], "token", lambda draws, _: drafted(draws, model, depth=1, width=3)) > 1e-4
+
+
 DRAFTERS = {
     "constant": torch.zeros(VOCAB, VOCAB),
     "opposite": -TARGET,

@@ -132,6 +132,22 @@ def test_the_gate_counts_who_is_there(num_places: int, max_queue: int, operation
     asyncio.run(work())
 
 
+def test_a_free_place_goes_to_the_tenant_with_the_fewest_whoever_had_the_last_turn() -> None:
+    async def work() -> None:
+        gate = Gate(num_requests=8, num_places=4, max_queue=8)
+        entries = [gate.enter(tenant) for tenant in "aaabab"]
+        tasks = [asyncio.create_task(gate.place(entry, 1)) for entry in entries]
+        await asyncio.sleep(0)
+        gate.leave(entries[0])  # now "a" holds two places, and "b", whose turn was the last, one
+        await asyncio.sleep(0)
+        assert [entry.placed for entry in entries] == [True, True, True, True, False, True]
+        gate.leave(entries[4])
+        await asyncio.gather(*tasks[:4], tasks[5])
+        tasks[4].cancel()
+
+    asyncio.run(work())
+
+
 class AsgiClient:
     """A client of an application that takes the first `num_taken` messages and then goes, or stays and reads nothing.
 

@@ -110,12 +110,8 @@ class Constraint:
 
         None if it is not, or if an end token ends the text before.
         """
-        for count in range(1, len(tokens) + 1):
-            if tokens[count - 1] in self.ends:
-                return None
-            if self.after(tuple(tokens[:count])).complete:
-                return count
-        return None
+        counts = range(1, len(tokens) + 1)  # after an end token anything may come, so nothing is complete there
+        return next((count for count in counts if self.after(tuple(tokens[:count])).complete), None)
 
     def _attempt(self, work: Callable[[], Value]) -> Value:
         """Call `work`, which uses the matcher. If that raises InvalidGrammar, reset it and raise RequestFailed."""
