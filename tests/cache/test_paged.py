@@ -191,11 +191,11 @@ class CacheMachine(RuleBasedStateMachine):
         for seq_id in seq_ids:
             self.oracle.forget(seq_id)
 
-    @rule(seq_id=IDS, salt=SALTS)
-    def retire(self, seq_id, salt):
-        """A retired row keeps the salt of the text that it was begun from."""
+    @rule(seq_id=IDS, salt=SALTS, num_unread=st.integers(0, 2 * BLOCK))
+    def retire(self, seq_id, salt, num_unread):
+        """A retired row keeps the salt of the text that it was begun from. Tokens that it has not read are not kept."""
         text, salt = self.oracle.committed.get(seq_id, []), self.oracle.salts.get(seq_id, salt)
-        self.oracle.cache.retire(seq_id, text, salt)
+        self.oracle.cache.retire(seq_id, [*text, *[-1] * num_unread], salt)
         self.oracle.past.append((salt, text))
         self.oracle.forget(seq_id)
 
