@@ -115,6 +115,16 @@ def test_the_youngest_sequence_is_preempted() -> None:
     assert rounds[sent_back][1:] == ([0, 1], [2])
 
 
+def test_as_many_sequences_are_admitted_as_fit_together_to_their_ends() -> None:
+    """Each needs three blocks. None is admitted only to be preempted."""
+    for num_blocks in range(3, 13):
+        scheduler = scheduler_of(cache_of(4 * num_blocks, 4), 8, 100)
+        for sequence in sequences([(9, 3)] * 6):
+            scheduler.submit(sequence)
+        rows, preempted = scheduler.plan()
+        assert (len(rows), preempted) == (num_blocks // 3, [])
+
+
 def read(rows: Seq[RowPlan]) -> list[tuple[int, int, bool]]:
     """The rows of a pass as (id, prompt tokens, whether it draws), after marking these tokens as read."""
     for row in rows:
