@@ -111,6 +111,12 @@ def test_repr_names_model_drafter_and_device() -> None:
     assert repr(llm) == f"{shown}, max_model_len=64, max_num_seqs=3, closed)"
 
 
+def test_repr_has_the_batch_size_that_was_set_also_if_fewer_full_contexts_fit() -> None:
+    needed = LLM(str(TARGET), dtype="float32", max_model_len=64, max_num_seqs=1).plan.num_bytes
+    llm = LLM(str(TARGET), dtype="float32", max_model_len=64, max_num_seqs=3, memory_bytes=needed)
+    assert (llm.plan.num_sequences_plain, "max_num_seqs=3" in repr(llm)) == (1, True)
+
+
 def test_the_start_is_logged_and_silent_by_default(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (["gnerate"], "No such command 'gnerate'. Did you mean 'generate'?"),
         (["generate", "--temprature", "1"], "No such option: --temprature. Did you mean --temperature?"),
+        (["generate", "--temp", "1"], "No such option: --temp. Did you mean --temperature?"),
         (["generate", "x"], "Missing option '--model' / '-m'; forerun generate -h lists all options"),
         (["generate", "-m", "x", "--depth", "-1"], "Invalid value for '--depth'"),
         (["serve", "-m", "x", "--chunk-tokens", "0"], "'0' is neither auto nor a whole number of at least 1"),

@@ -140,6 +140,7 @@ def test_the_command_prints_the_picture_or_the_object_and_draws(tmp_path: Path) 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "no" / "a.svg"
     assert "svg: " in refusal(*RUN, "--svg", str(missing), "Once")
+    assert "svg: rounds.png must be a .svg file" in refusal(*RUN, "--svg", "rounds.png", "Once")
 
 
 def test_the_command_fails_if_the_tokens_differ_from_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

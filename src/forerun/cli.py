@@ -126,8 +126,15 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # the base class of usage errors
 
 
 def usage_line(error: Any) -> str:
-    """A usage error on one line: the mistake, similar names, and the command that lists the options."""
-    meant = sorted(getattr(error, "possibilities", None) or ())
+    """A usage error on one line: the mistake, similar names, and the command that lists the options.
+
+    Of an unknown option, the options that begin like it are the similar ones, or else those that typer names.
+    """
+    longer: list[str] = []
+    if (beginning := getattr(error, "option_name", None)) and error.ctx is not None:
+        spellings = [spelling for param in error.ctx.command.params for spelling in param.opts]
+        longer = [spelling for spelling in spellings if spelling.startswith(beginning)]
+    meant = sorted(longer or getattr(error, "possibilities", None) or ())
     message: str = error.message if meant else error.format_message()
     message = message.replace("Value error, ", "").rstrip(".")
     if meant:

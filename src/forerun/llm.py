@@ -127,7 +127,7 @@ class LLM:
             self.generation_defaults = generation_defaults(generation_config, target.folder)
             draft = resolved_draft(draft, target)
             drafter = draft_plan(draft, DraftContext(target, self.tokenizer, report))
-            self.name, self.draft_name = target.name, draft_label(draft)
+            self.name, self.draft_name, self.max_num_seqs = target.name, draft_label(draft), max_num_seqs
             self.fingerprint, self.format, self.kernels = target.fingerprint(), target.format, target.backend_and_ranks
             self.measured = str(target.choice)
             self.plan = plan_engine(target, drafter, default, max_model_len, max_num_seqs, memory_bytes)
@@ -180,7 +180,7 @@ class LLM:
     def __repr__(self) -> str:
         state = ", closed" if self.driver.closed else ""
         draft = f", draft={self.draft_name!r}" if self.draft_name else ""
-        limits = f"max_model_len={self.plan.max_model_len}, max_num_seqs={self.plan.num_sequences_plain}"
+        limits = f"max_model_len={self.plan.max_model_len}, max_num_seqs={self.max_num_seqs}"
         return f"LLM({self.name!r}{draft}, format={self.format!r}, kernels={self.kernels!r}, {limits}{state})"
 
     def __enter__(self) -> LLM:

@@ -87,11 +87,11 @@ class Destination:
             raise InvalidRequest(self.option, f"the folder {folder} is not writable: name another file.")
 
     @classmethod
-    def of_picture(cls, path: Path | None) -> Destination | None:
-        """The .svg file of --picture, if given. Raises InvalidRequest for other suffixes."""
-        picture = None if path is None else cls("picture", path)
+    def of_picture(cls, path: Path | None, option: str = "picture") -> Destination | None:
+        """The .svg file of an option, if given. Raises InvalidRequest for other suffixes."""
+        picture = None if path is None else cls(option, path)
         if path is not None and path.suffix != ".svg":
-            raise InvalidRequest("picture", f"{path} must be a .svg file.")
+            raise InvalidRequest(option, f"{path} must be a .svg file.")
         return picture
 
     @property

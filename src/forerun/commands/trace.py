@@ -55,7 +55,7 @@ def trace(
     Exit status 1: the tokens differ from those of plain decoding, which must not happen.
     """
     text, result = read_prompt(prompt), Result.of(output)
-    picture_file = None if drawing is None else Destination("svg", drawing)
+    picture_file = Destination.of_picture(drawing, "svg")
     with importing():
         from forerun.card import STYLES
         from forerun.commands.answering import LoadedModel

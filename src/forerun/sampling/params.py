@@ -30,7 +30,7 @@ MOST_LOGPROBS = 128  # for a prompt of 100,000 tokens these take 1 GB
 MOST_STOPS = 64  # the text is searched for all of them after every token
 MOST_WORDS = 1024  # of `bad_words`: every text is compared with all of them
 MOST_CHARACTERS = 1024  # of a stop string or a bad word
-COUNT = "a count of tokens, a number of 64 bits"
+COUNT = "a whole number of tokens below 2**63"
 LAST_FIELD = "skip_special_tokens"  # the constructor's last assignment
 NO_LISTS = (str, bytes, bytearray, memoryview)  # sequences in Python, but not lists of values
 
@@ -169,7 +169,7 @@ class SamplingParams:
 
     def _check_limits(self) -> None:
         self._whole("min_tokens", f"use 0 or {COUNT}")
-        least = f"use at least 1 token (a number of 64 bits), or {shown(None)} until the context is full"
+        least = f"use at least 1 token, at most 2**63 - 1, or {shown(None)}: until the context is full"
         self._whole("max_tokens", least, 1, none=True)
         self._whole("seed", f"use {shown(None)} or an integer of 64 bits", -(2**63), 2**64 - 1, none=True)
         self._whole("n", f"use 1 or more answers per prompt, at most {MOST_SAMPLES}", 1, MOST_SAMPLES)
