@@ -140,7 +140,7 @@ class AsyncLLM:
         request_ids = frozenset(sequence.request_id for sequence in sequences)
         outbox = Outbox(asyncio.get_running_loop(), DeltaQueue(), key, request_ids, on_finish or (lambda: None))
         with self.gate:
-            if self.end is not None:
+            if self.end is not None or not self.thread.is_alive():  # a forked process lacks the thread
                 raise EngineClosed("this AsyncLLM has shut down; create a new one.") from self.end
             self.outboxes[key] = outbox
             self.llm.driver.submit(sequences, lambda delta: self.unsent.append((outbox, delta)))

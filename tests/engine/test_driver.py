@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from forerun.errors import EngineClosed, RequestFailed
 from forerun.llm import LLM
 from kit.assertions import assert_empty
 from kit.checkpoints import SMALL, TARGET
+from kit.command import apart
 from kit.engines import PATIENCE_S, params_with, plain_answer
 from kit.oracles import exact_parts
 from kit.texts import PROMPTS
@@ -262,3 +264,48 @@ def test_closing_an_llm_raises_engine_closed_in_all_waiting_readers() -> None:
     with pytest.raises(EngineClosed):
         llm.generate(PROMPTS[0])
     llm.close()
+
+
+FORKING = """
+import asyncio, os, signal, sys, threading, time, torch
+from forerun import AsyncLLM, LLM, SamplingParams
+from forerun.errors import EngineClosed
+
+def answer():
+    torch.ones(1 << 20).exp()  # in several threads
+    return llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
+
+def answer_in_child():
+    if answer() != expected:
+        return "other tokens"
+    try:
+        asyncio.run(front.generate("The", params))
+    except EngineClosed:
+        return 0
+    return "no engine thread, and no error"
+
+llm = LLM(sys.argv[1], "ngram", dtype="float32", threads=2)
+params = SamplingParams(max_tokens=12, seed=3, logprobs=1)
+expected, front = answer(), AsyncLLM(llm)
+def read():
+    while True:
+        for delta in llm.stream("The", SamplingParams(max_tokens=None, ignore_eos=True)):
+            time.sleep(0.001)
+threading.Thread(target=read, daemon=True).start()
+for _ in range(4):
+    answer()
+    child = os.fork()
+    if not child:
+        signal.alarm(100)  # ends it if it waits for threads that only the parent has
+        os._exit(1 if answer_in_child() else 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, code
+    assert answer() == expected
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_answers_while_another_thread_of_the_parent_runs_a_round() -> None:
+    done = apart("-c", FORKING, str(TARGET))
+    assert done.returncode == 0, done.stderr

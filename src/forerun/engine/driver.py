@@ -8,11 +8,15 @@ the garbage collector in the middle of a round of the same thread.
 An interrupt (Ctrl-C) cannot leave the engine without a stepping thread. The stepping thread holds a seat, which is
 freed by instructions between which Python delivers no interrupt. A job stays in the queue until it has completed, and
 running it twice has the same effect as running it once. A waiting thread checks again after `PATIENCE_S`.
+
+A forked process has a copy of the engine and none of the other threads, not even those that compute. So threads that
+compute are ended before a fork, and afterwards a seat that another thread held is free.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -20,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from forerun.accept.delta import Delta
 from forerun.engine.engine import Engine
@@ -68,6 +73,7 @@ class EngineDriver:
         self.jobs: deque[Callable[[], None]] = deque()
         self.seat: dict[str, Driver] = {}
         self.waiting: deque[Inbox] = deque()
+        DRIVERS.add(self)
         end_idle_threads()  # of loading: a thread that steps the engine starts its own
 
     @property
@@ -200,3 +206,17 @@ class EngineDriver:
         with suppress(queue.Empty):
             return inbox.get(timeout=PATIENCE_S)
         return None
+
+
+DRIVERS: WeakSet[EngineDriver] = WeakSet()
+
+
+def free_seats() -> None:
+    """After a fork: free the seats that other threads of the parent held."""
+    for driver in DRIVERS:
+        if SEAT in driver.seat and driver.seat[SEAT].thread != threading.get_ident():
+            del driver.seat[SEAT]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=end_idle_threads, after_in_child=free_seats)
