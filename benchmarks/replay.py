@@ -119,7 +119,7 @@ def committed(rows: Sequence[Running]) -> Committed:
         packed,
         offsets,
         [row.answer.tokens[row.place] for row in rows],
-        tenants=[str(row.seq_id) for row in rows],
+        tenants=[""] * len(rows),
         num_prompts=[len(row.answer.prompt) for row in rows],
     )
 

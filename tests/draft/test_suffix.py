@@ -16,7 +16,7 @@ from draft.rounds import Row, chunked, committed, draws_of
 from forerun.config import AUTO_DEPTH
 from forerun.draft.base import Budget, Draft
 from forerun.draft.text.ngram_table import NgramTable, write_ngrams
-from forerun.draft.text.suffix import LEAST_SURVIVAL, WEIGHTS, SuffixDrafter
+from forerun.draft.text.suffix import CAUTION, LEAST_SURVIVAL, WEIGHTS, SuffixDrafter
 from forerun.draft.text.suffix_past import PastAnswers
 from forerun.draft.text.suffix_tree import LEAST_SHARE, Leaf, Node
 from forerun.tree import survival_of
@@ -53,14 +53,14 @@ def chances(
         longest = max(lengths, default=0)
         contexts += [(n, source, texts) for n in {longest, longest // 2} if n]
     counts = []
-    for n, _, texts in sorted(contexts, key=lambda context: context[:2]):
-        counts.append((n, Counter({w: occurrences(texts, (*whole[-n:], w)) for w in range(VOCAB)})))
+    for n, source, texts in sorted(contexts, key=lambda context: context[:2]):
+        times = Counter({w: occurrences(texts, (*whole[-n:], w)) for w in range(VOCAB)})
+        counts.append((WEIGHTS[source][n - 1] * max(1, len(+times)), times))
     found = {w: 0.0 for _, times in counts for w in times if times[w] and times[w] / times.total() >= LEAST_SHARE}
     found |= {} if table is None else dict(table.continuations(whole))
-    for n, times in counts:
-        weight = WEIGHTS[min(n, len(WEIGHTS)) - 1]
+    for weight, times in counts:
         found = {w: (weight * chance + times[w]) / (times.total() + weight) for w, chance in found.items()}
-    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+    return {w: chance**CAUTION for w, chance in sorted(found.items(), key=lambda one: (-one[1], one[0]))}
 
 
 def oracle(
@@ -161,14 +161,15 @@ def test_the_estimate_is_the_survival_of_the_likeliest_chain(
 
 def test_a_past_answer_drafts_for_its_tenant_only() -> None:
     drafter = SuffixDrafter()
-    text = [9, 8, 1, 2, 3, 4, 5, 6]
+    known = [0, 1, 2, 3, 10, 11, 12, 13, 14, 15]
+    text = [9, 8, *known, 4, 5, 6]
     drafter.observe(committed([Row(0, text, "a", num_prompt=2)]))
     for tenant, expected in (("a", []), ("b", []), ("", [])):
-        assert chain_of(drafter, Row(1, [7, 1, 2, 3], tenant)) == expected  # not yet: the answer is unfinished
+        assert chain_of(drafter, Row(1, [7, *known], tenant)) == expected  # not yet: the answer is unfinished
         drafter.forget([1])
     drafter.forget([0])
     for tenant, expected in (("a", [4, 5, 6]), ("b", []), ("", [])):
-        assert chain_of(drafter, Row(2, [7, 1, 2, 3], tenant)) == expected
+        assert chain_of(drafter, Row(2, [7, *known], tenant)) == expected
         assert chain_of(drafter, Row(3, [9, 8], tenant)) == []  # a prompt is not a past answer
         drafter.forget([2, 3])
 

@@ -3,9 +3,9 @@
 This module estimates the probability of a continuation from counts. A context is the text's last 1, 2, ... tokens. Of
 the contexts that occurred before, the longest and the one half as long are used, both from the text and from its
 tenant's past answers. The estimate starts with the shortest context, and each longer one corrects it, the more so the
-longer it is and the more often it occurred, as in the blended models of compression by partial matching (Cleary and
-Witten, 1984). A draft has the likeliest paths, so it is deterministic and has no distribution to declare. The trees of
-contexts are those of SuffixDecoding (Oliaro et al., 2411.04975).
+longer it is, the more often it occurred and the fewer tokens followed it, as in the blended models of compression by
+partial matching (Cleary and Witten, 1984). A draft has the likeliest paths, so it is deterministic and has no
+distribution to declare. The trees of contexts are those of SuffixDecoding (Oliaro et al., 2411.04975).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.draft.text.ngram_table import ORDER, NgramTable
-from forerun.draft.text.suffix_past import MAX_BYTES, PastAnswers, PastCursor, PastFile, usable_path
+from forerun.draft.text.suffix_past import DEPTH, MAX_BYTES, PastAnswers, PastCursor, PastFile, usable_path
 from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
 from forerun.models.bundled import BUNDLED_TABLES
 from forerun.models.runner import Runner
@@ -33,8 +33,10 @@ from forerun.tree import DraftTree, HostTree, survival_of
 
 PAST = "past answers"
 LEAST_SURVIVAL = 0.1  # paths with less are not drafted
-WEIGHTS = (6.0, 3.0, 1.5, 0.8, 0.4, 0.2)  # number of occurrences that the estimate of shorter contexts counts as,
-# against the counts of a context of 1, 2, ... tokens
+# The occurrences that the estimate of shorter contexts counts as, for each token that followed a context of 1, 2, ...
+# tokens in past answers, and in the text, which is more like itself than other texts are (benchmarks/RESULTS.md).
+WEIGHTS = tuple([scale / (1 + i) ** power for i in range(DEPTH)] for scale, power in ((20.0, 1.5), (3.0, 1.0)))
+CAUTION = 1.15  # power of an estimate, since the highest of several estimates is too high on average
 CACHED_CONTEXTS = 4096  # of a table, half a kilobyte each: most contexts are looked up often
 Places = Sequence[Node | Leaf]  # of the last 1, 2, ... tokens of a path, up to the longest suffix that occurs in a tree
 TableLookup = Callable[[tuple[int, ...]], Mapping[int, float]]
@@ -188,13 +190,13 @@ class Sources(NamedTuple):
         """The `width` likeliest continuations, likeliest first, each as (minus its chance, token)."""
         table, used = self.lookup(contexts[2]), self.used(contexts)
         if not used:
-            return [(-chance, token) for token, chance in table.items()][:width]
+            return [(-(chance**CAUTION), token) for token, chance in table.items()][:width]
         # A chain needs the likeliest token only: one with a count, or the table's likeliest, which beats all others.
         chances = dict(table) if width > 1 else {}
         corrections = []
-        for length, _, place in used:
-            weight = WEIGHTS[length - 1] if length < len(WEIGHTS) else WEIGHTS[-1]
+        for length, source, place in used:
             count, tokens, several = place.followed()
+            weight = WEIGHTS[source][length - 1] * (1 if several is None else len(several))
             corrections.append((weight, count, tokens, several, weight + count))
             for token in tokens:
                 chances[token] = table.get(token, 0.0)
@@ -218,7 +220,7 @@ class Sources(NamedTuple):
                 chance /= total
             ranked.append((-chance, token))
         ranked.sort()
-        return ranked[:width]
+        return [(-((-minus) ** CAUTION), token) for minus, token in ranked[:width]]
 
 
 def likeliest(root: int, sources: Sources, contexts: Contexts, budget: Budget) -> HostTree:
