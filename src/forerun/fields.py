@@ -35,6 +35,11 @@ def short(text: object) -> str:
     return line if len(line) <= 200 else line[:200] + "…"
 
 
+def is_list_of_whole(value: object, least: int = 0, most: int = INT32) -> bool:
+    """Whether a value in JSON is a list of whole numbers from `least` to `most`."""
+    return isinstance(value, list) and all(type(each) is int and least <= each <= most for each in value)
+
+
 def mistaken(path: Path) -> str | None:
     """What kind of wrong file this is, from its first bytes, and what to do; None if they do not tell."""
     with suppress(OSError), path.open("rb") as file:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from forerun.fields import INT32, Fields, read_fields
+from forerun.fields import Fields, is_list_of_whole, read_fields
 from forerun.limits import shown
 from forerun.models.experts_config import ExpertsConfig, read_experts
 from forerun.models.families import FAMILIES, LLAMA_FORM, Family, LayerForm, Windows
@@ -328,6 +328,6 @@ def token_ids(fields: Fields, key: str) -> tuple[int, ...]:
     """The ids under `key`, one or several; () if it is missing."""
     value = fields.values.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= INT32 for i in ids):
+    if not is_list_of_whole(ids):
         raise fields.refuse(key, "it must be a token id or a list of them: correct it")
     return tuple(ids)

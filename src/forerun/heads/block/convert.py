@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import UnsupportedModel
-from forerun.fields import Fields
+from forerun.fields import Fields, is_list_of_whole
 from forerun.heads.block import format as names
 from forerun.heads.block.format import BlockConfig, BlockTensors
 from forerun.heads.layouts import (
@@ -104,13 +104,12 @@ def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFi
 
 def read_ids_of_layers(fields: Fields, num_layers: int) -> list[int]:
     """The indices of the layers whose inputs the drafter reads."""
-    listed = fields.values.get(IDS)
-    ids = listed if isinstance(listed, list) else []
-    if not ids or not all(isinstance(each, int) and 0 <= each <= num_layers for each in ids):
+    ids: Any = fields.values.get(IDS)
+    if not is_list_of_whole(ids, 0, num_layers) or not ids:
         raise fields.refuse(IDS, f"it must be a list of numbers from 0 to {num_layers - 1}: correct it")
     if num_layers in ids:
         raise fields.refuse(IDS, f"{num_layers} stands for the last layer's output, and {LAST}: use another drafter")
-    return ids
+    return list(ids)
 
 
 def read_causal(fields: Fields, layer: Fields) -> bool:

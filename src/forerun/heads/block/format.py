@@ -24,11 +24,11 @@ refused by name. `convert.py` describes the layout of `speculators`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from forerun.fields import Fields
+from forerun.fields import Fields, is_list_of_whole
 from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS
@@ -210,10 +210,8 @@ def read_causal(fields: Fields, layers: ModelConfig) -> bool:
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The taps, given as indices of layers by their outputs; the last layer's output is read after the final norm."""
-    listed = fields.values.get(TAP_IDS)
-    ids = listed if isinstance(listed, list) else []
-    known = all(isinstance(each, int) and not isinstance(each, bool) and -1 <= each < num_layers for each in ids)
-    if not ids or not known or len(set(ids)) < len(ids):
+    ids: Any = fields.values.get(TAP_IDS)
+    if not is_list_of_whole(ids, -1, num_layers - 1) or not ids or len(set(ids)) < len(ids):
         raise fields.refuse(TAP_IDS, f"it must be a list of different layers, from -1 to {num_layers - 1}")
     return tuple(-1 if each == num_layers - 1 else each + 1 for each in ids)
 
@@ -221,28 +219,3 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
 def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
     """The indices of the layers whose outputs these taps are."""
     return [num_layers - 1 if tap == -1 else tap - 1 for tap in taps]
-
-
-def author_values(
-    ids: Sequence[int], block_size: int, mask_id: int | None, markov_rank: int, selector_rank: int, confident: bool
-) -> dict[str, Any]:
-    """The fields of config.json of a block drafter that reads the outputs of the target's layers `ids`.
-
-    With a `mask_id`, masked positions have the embedding of that token, and the block is not causal. Without it, they
-    have their own embedding, and the block is causal.
-    """
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "qwen3",
-        INSIDE: {
-            TAP_IDS: list(ids),
-            "block_size": block_size,
-            "causal": mask_id is None,
-            "sample_from_anchor": True,
-            **({} if mask_id is None else {MASK_ID: mask_id}),
-        },
-        "markov_rank": markov_rank,
-        "selector_rank": selector_rank,
-        "enable_confidence_head": confident,
-        "confidence_head_with_markov": confident and markov_rank > 0,
-    }

@@ -22,7 +22,7 @@ from forerun.annotations import Float, Int
 from forerun.errors import InvalidRequest
 from forerun.fields import Fields
 from forerun.heads.block import format as names
-from forerun.heads.block.format import BlockConfig, BlockTensors, author_values, layer_ids
+from forerun.heads.block.format import BlockConfig, BlockTensors, layer_ids
 from forerun.heads.fresh import TargetTables, drawn_weights, layer_values
 from forerun.heads.sizes import MOST_DEPTH, StudentSizes, check_most
 from forerun.heads.student import Predictions, TableStudent, TextBatch
@@ -170,7 +170,19 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     taps = sizes.tapped(of.layers)
     layers = usual_layers(of.layers) if taps is None else layer_ids(taps, of.layers)
     return {
-        **author_values(layers, block, mask_id if sizes.portable else None, rank, sizes.selector_rank or 0, confident),
+        "architectures": [names.ARCHITECTURE],
+        "model_type": "qwen3",
+        names.INSIDE: {
+            names.TAP_IDS: layers,
+            "block_size": block,
+            "causal": not sizes.portable,
+            "sample_from_anchor": True,
+            **({names.MASK_ID: mask_id} if sizes.portable else {}),
+        },
+        "markov_rank": rank,
+        "selector_rank": sizes.selector_rank or 0,
+        "enable_confidence_head": confident,
+        "confidence_head_with_markov": confident and rank > 0,
         "vocab_size": of.vocab_size,
         **({} if sizes.draft_vocab is None else {"draft_vocab_size": sizes.draft_vocab}),
         **layer_values(target, sizes.layers or LAYERS, sizes.mlp),

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 
 from forerun.errors import UnsupportedModel
-from forerun.fields import Fields
+from forerun.fields import Fields, is_list_of_whole
 from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import (
     KEPT,
@@ -194,10 +194,7 @@ def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     ids = fields.values.get(TAP_IDS, inside.get(TAP_IDS) if isinstance(inside, dict) else None)
     if ids is None:
         return usual_taps(num_layers)
-    if not isinstance(ids, list):
-        ids = [None]
-    is_layer = [isinstance(each, int) and not isinstance(each, bool) and 0 <= each <= num_layers for each in ids]
-    if not 1 <= len(ids) <= MOST_TAPS or not all(is_layer):
+    if not is_list_of_whole(ids, 0, num_layers) or not 1 <= len(ids) <= MOST_TAPS:
         rule = f"it must list at most {MOST_TAPS} layers of the target, from 0 to {num_layers}"
         raise fields.refuse(TAP_IDS, f"{rule}: name a drafter that was trained for this target")
     return tuple(ids)
