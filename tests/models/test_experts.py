@@ -15,7 +15,7 @@ from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.models import choice as choosing
 from forerun.models.backends.native_check import checked
 from forerun.models.backends.torch_cpu.linear import make_linear
-from forerun.models.backends.torch_cpu.mlp import choose_experts
+from forerun.models.backends.torch_cpu.mlp import routes_of
 from forerun.models.config import read_config
 from forerun.models.families import STACKED_MOE
 from forerun.models.layer import Router
@@ -156,9 +156,7 @@ def test_equal_logits_go_to_the_lowest_numbers() -> None:
     """Weights are those of the softmax over the chosen or over all."""
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [0.0] * 5, [5.0, -1.0, 2.0, 7.0, 2.0], [-9.0] * 4 + [-8.0]])
     for normalised in (True, False):
-        routes = choose_experts(
-            Router(make_linear(torch.eye(5)), 5, 3, normalised), torch.cat([logits, torch.zeros(3, 5)]), 4
-        )
+        routes = routes_of(Router(make_linear(torch.eye(5)), 5, 3, normalised), logits)
         assert routes.experts.tolist() == [[1, 2, 4], [0, 1, 2], [3, 0, 2], [4, 0, 1]]
         chosen = logits.gather(1, routes.experts)
         expected = chosen.softmax(1) if normalised else logits.softmax(1).gather(1, routes.experts)

@@ -20,7 +20,7 @@ from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.folder import find_heads
 from forerun.heads.kinds import HEADS
-from forerun.heads.layouts import FETCHED, PICKLES, SPECULATORS, DraftFiles, DraftLayout, DraftMethod, TargetFacts
+from forerun.heads.layouts import FETCHED, KEPT, PICKLES, SPECULATORS, DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.store import names_in, save_json, save_pickle, save_tensors, whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.parts.layouts)
@@ -71,6 +71,8 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     written_as = layout_of(to, layout.method)
     target = None if model is None else TargetFacts.of(model)
     files = layout.read(source_files, target)
+    if source_files.config.get(KEPT) is not None:
+        files = replace(files, config={**files.config, KEPT: source_files.config[KEPT]})
     layout.method.meaning(files, target)
     files = written_as.complete(files, target)
     written = written_as.write(files, target)

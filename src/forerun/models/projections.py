@@ -24,10 +24,7 @@ T = TypeVar("T", bound=Any)  # weights: tensors, or GroupedWeight
 FINAL_NORM_BIAS = "model.norm.bias"
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 HEAD_NORM = "self_attn.{}_norm.weight"
-ADDING = (
-    "o_proj.weight",
-    "down_proj.weight",
-)  # name endings of matrices that write to the residual stream
+ADDING = ("o_proj.weight", "down_proj.weight")  # name endings of matrices that write to the residual stream
 Shapes = dict[str, tuple[int, ...]]
 Fetch = Callable[[str, tuple[int, ...]], Tensor]  # reads a tensor by its name inside the layer, and its shape
 

@@ -49,8 +49,8 @@ def find_folder(
 ) -> Path:
     """The folder of this name, which must contain the file `needed`; `files` are downloaded from the hub.
 
-    Errors suggest the names in `bundled`.
     A GGUF file, alone or in a folder or repository, is represented by such a folder; `NAME:FORMAT` chooses a file.
+    Errors suggest the names in `bundled`.
     """
     try:
         in_gguf = None if Path(name).expanduser().exists() else GGUF_NAME.fullmatch(name)
@@ -66,33 +66,45 @@ def find_folder(
     if not exists and path.suffix == ".gguf":
         raise ModelNotFound(f"there is no file {path}: correct the path, or name a hub id, as owner/name:Q4_K_M")
     if not exists and name in BUNDLED:
-        path, exists = BUNDLED[name], BUNDLED[name].exists()
-        if not exists:
+        path, exists = BUNDLED[name], True
+        if not path.exists():
             raise ModelNotFound(f"{name} should be in the package, but {path} is missing: install forerun again")
     if not exists:
-        folder = path if number_format else fetch(name, revision, files, bundled)
-        if not is_file(folder / needed):
-            folder = fetch(name, revision, (f"*{number_format or USUAL_FORMAT}*.gguf",), bundled)
-            file = choose_file(folder, number_format or USUAL_FORMAT, name)
-            if file is not None:
-                return folder_of(file)
-            problem = (
-                describe_unreadable(folder)
-                or f"has no {needed} on the hub, and no {number_format or USUAL_FORMAT} in GGUF"
-            )
-            raise ModelNotFound(f"{name} {problem}: choose another repository, or a format, as in {name}:Q8_0")
-        return folder
+        return find_on_hub(name, revision, number_format, files, needed, bundled)
     if revision is not None:
         raise InvalidRequest("revision", f"{revision!r} is only for hub ids, and {name} is a folder: leave it out.")
-    file = None if is_file(path / needed) and number_format is None else choose_file(path, number_format, name)
+    has_needed = is_file(path / needed)
+    file = None if has_needed and number_format is None else choose_file(path, number_format, name)
     if file is not None:
         return folder_of(file)
-    if not is_file(path / needed):
+    if not has_needed:
         weights = " and *.safetensors" if needed == "config.json" else ""
         kind = describe_unreadable(path)
         more = f" and {kind}" if kind else f": name the folder that holds {needed}{weights}"
         raise ModelNotFound(f"{path} has no {needed}{more}")
     return path
+
+
+def find_on_hub(
+    name: str,
+    revision: str | None,
+    number_format: str | None,
+    files: Sequence[str],
+    needed: str,
+    bundled: Iterable[str],
+) -> Path:
+    """The local copy of a hub id; a GGUF file if the user names its format, or if the file `needed` is not there."""
+    if number_format is None:
+        folder = fetch(name, revision, files, bundled)
+        if is_file(folder / needed):
+            return folder
+    number_format = number_format or USUAL_FORMAT
+    folder = fetch(name, revision, (f"*{number_format}*.gguf",), bundled)
+    file = choose_file(folder, number_format, name)
+    if file is None:
+        problem = describe_unreadable(folder) or f"has no {needed} on the hub, and no {number_format} in GGUF"
+        raise ModelNotFound(f"{name} {problem}: choose another repository, or a format, as in {name}:Q8_0")
+    return folder_of(file)
 
 
 def fetch(name: str, revision: str | None, files: Sequence[str], bundled: Iterable[str]) -> Path:

@@ -24,7 +24,6 @@ from forerun.errors import UnsupportedModel
 from forerun.fields import Fields, is_list_of_whole
 from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.layouts import (
-    KEPT,
     LAYER_CONFIG,
     SPECULATORS,
     DraftFiles,
@@ -221,8 +220,6 @@ def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     if isinstance(inside, dict) and inside.get(TAP_IDS) is not None:
         config.setdefault(TAP_IDS, inside[TAP_IDS])
     config["architectures"] = [ARCHITECTURE]
-    if files.config.get(KEPT) is not None:
-        config[KEPT] = files.config[KEPT]
     return in_order(replace(files.renamed({f"{FIRST_LAYER}.": f"{MIDLAYER}."}), config=config))
 
 

@@ -29,13 +29,7 @@ from forerun.cache.shared_prefix import CachedPrefix
 from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.blueprint import (
-    HeadBlueprint,
-    HeadParts,
-    StateBlueprint,
-    WideDrafter,
-    widened_layers,
-)
+from forerun.heads.blueprint import HeadBlueprint, HeadParts, StateBlueprint, WideDrafter, widened_layers
 from forerun.heads.folder import HeadFolder, OpenFolder
 from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules
 from forerun.heads.mtp.student import MtpStudent

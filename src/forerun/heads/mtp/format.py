@@ -20,7 +20,6 @@ from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.folder import HeadFolder, HeadSigns, model_fields, refuse_sizes
 from forerun.heads.layouts import (
-    KEPT,
     LAYER_CONFIG,
     SPECULATORS,
     TRAINING,
@@ -187,8 +186,6 @@ def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
         raise layer.refuse("model_type", "the layer of a module of speculators must be qwen3's: use another drafter")
     config = {key: value for key, value in layer.values.items() if key not in ("layer_types", "max_window_layers")}
     config |= {"num_hidden_layers": 1, COUNT_KEYS[-1]: fields.whole(COUNT, 1), "dtype": number_format(fields)}
-    if files.config.get(KEPT) is not None:
-        config[KEPT] = files.config[KEPT]
     return replace(files.without(*TRAINING).renamed(PACKAGE.names_in(QWEN)), config=config)
 
 

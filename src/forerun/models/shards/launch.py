@@ -161,12 +161,6 @@ def start_ranks(world: int, loading: Sequence[Sequence[int]], fingerprint: str) 
         ranks.load(loading, fingerprint)
         return ranks
     local = LocalRanks(world)
-    try:
-        ranks = local.start()
-    except BaseException:
-        local.stop()
-        raise
-    weakref.finalize(ranks, local.stop)
 
     def restart() -> None:
         log.warning("A rank has ended: all ranks are started again.")
@@ -174,8 +168,10 @@ def start_ranks(world: int, loading: Sequence[Sequence[int]], fingerprint: str) 
         ranks.load(loading, fingerprint)
         ranks.wait_until_loaded()
 
-    ranks.restart, ranks.end = restart, local.stop
     try:
+        ranks = local.start()
+        weakref.finalize(ranks, local.stop)
+        ranks.restart, ranks.end = restart, local.stop
         ranks.load(loading, fingerprint)
     except BaseException:
         local.stop()

@@ -35,7 +35,7 @@ def run_mlp(mlp: Mlp, x: Float[Tensor, "rows hidden"], num_tokens: int) -> tuple
     if mlp.router is None:
         assert mlp.dense is not None, "a layer without a router has a dense MLP"
         return run_gated(mlp.dense, x), 0
-    routes = choose_experts(mlp.router, x, num_tokens)
+    routes = routes_of(mlp.router, mlp.router.linear(x)[:num_tokens].float())
     outputs, num_read = run_experts(mlp.experts, x, routes.experts)
     total = outputs[:, 0].float() * routes.weights[:, :1]
     for rank in range(1, mlp.router.active):
@@ -69,13 +69,8 @@ def gelu(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
-def choose_experts(router: Router, x: Float[Tensor, "rows hidden"], num_tokens: int) -> Routes:
-    """The routes of the first `num_tokens` rows, computed in float32."""
-    return routes_of(router, router.linear(x)[:num_tokens].float())
-
-
 def routes_of(router: Router, logits: Float[Tensor, "tokens outputs"]) -> Routes:
-    """The routes for these outputs of the router's layer."""
+    """The routes for these outputs of the router's layer, computed in float32."""
     ranked = logits[:, : router.count].sort(dim=1, descending=True, stable=True)
     powers = by_rows(torch.exp, in_lanes(ranked.values - ranked.values[:, :1], -torch.inf))
     chosen = powers[:, : router.active]
