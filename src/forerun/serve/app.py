@@ -58,8 +58,8 @@ class EventStream(StreamingResponse):
             async for event in rest:
                 yield event
 
-        super().__init__(events(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self.rest = rest
+        self.generators = (events(), rest)
+        super().__init__(self.generators[0], headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.end = end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -70,7 +70,8 @@ class EventStream(StreamingResponse):
             log.debug("A client disconnected during its stream.")
         finally:
             try:
-                await self.rest.aclose()
+                for generator in self.generators:
+                    await generator.aclose()
             finally:
                 self.end()
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import UnsupportedModel
+from forerun.fields import Fields
 from forerun.models.families import FAMILIES
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.tensors import IDS, ROPE_DIVISORS, read_location
@@ -68,7 +69,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         return eagle_json(file)
     if name is None:
         supported = f"supported are {', '.join(ARCHITECTURES)}: choose a model of one of these"
-        raise file.fields.refuse("general.architecture", supported)
+        raise Fields(file.path, file.metadata).refuse("general.architecture", supported)
     fields, config = file.model_fields, shape_json(file)
     modules = fields.whole("nextn_predict_layers", 0, least=0, most=config["num_hidden_layers"] - 1)
     if modules:  # block_count includes the MTP modules

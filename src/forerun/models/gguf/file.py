@@ -11,7 +11,6 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,7 @@ class TensorLocation:
         return TensorLocation(self.file, self.offset + number * num_bytes, num_bytes, self.format, self.shape[1:])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GgufFile:
     """A GGUF model: the metadata of its first file, and the tensors of all files, by llama.cpp's names."""
 
@@ -170,11 +169,6 @@ class GgufFile:
     def architecture(self) -> str:
         """llama.cpp's name of the architecture, such as "qwen2"."""
         return str(self.metadata.get("general.architecture"))
-
-    @cached_property
-    def fields(self) -> Fields:
-        """The metadata, with errors that name the file."""
-        return Fields(self.path, self.metadata)
 
     @property
     def model_fields(self) -> Fields:
