@@ -252,6 +252,7 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
         (["draft", "--init", "stdlib-draft"], "--init stdlib-draft has another tokenizer than"),
         (["draft", "--init", str(TARGET), "--layers", "2"], "layers: 2 is no option of draft --init"),
         (["draft", "--steps", "2", "--hours", "1"], "hours: it excludes --steps"),
+        (["early-exit", "--first-share", "0.5"], "first_share: 0.5 is no option of early-exit"),
         (["draft", "--hours", "1", "--cache", "x"], "cache: its size is unknown with --hours: use --steps"),
     ],
 )

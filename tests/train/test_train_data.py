@@ -132,6 +132,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         ({"hours": 0.0}, "hours: 0"),
         ({"loss": "lk-lamda"}, "loss: 'lk-lamda' is not known: did you mean lk-lambda"),
         ({"place_weights": "x"}, "place_weights: 'x' is not known: .*choose one of decay, d-pace"),
+        ({"place_weights": "d-pace", "decay": 0.5}, "decay: 0.5 has no effect with d-pace"),
         ({"draft_depth": 99}, "draft_depth: 99 must be at most 16"),
         ({"kl_share": 2.0}, "kl_share: 2"),
         ({"temperature": -1.0}, "temperature: "),

@@ -23,13 +23,22 @@ class StudentSizes:
 
     TITLE: ClassVar[str] = "Drafter"
 
-    exit: Annotated[int | None, Option(help="early-exit: layers that draft; default: a quarter.")] = None
-    layers: Annotated[int | None, Option(help="Layers; default: 1, block: 2, draft: a quarter.")] = None
+    exit: Annotated[int | None, Option(help="early-exit: layers of the target that draft; default: a quarter.")] = None
+    layers: Annotated[
+        int | None, Option(help="Layers; default: 1, of block 2, of draft a quarter of the target's.")
+    ] = None
     hidden: Annotated[int | None, Option(help="draft: width; default: half of the target's.")] = None
-    heads: Annotated[int | None, Option(help="draft: attention heads; medusa: heads = depth; default: 4.")] = None
-    mlp: Annotated[int | None, Option(help="Neurons per layer.")] = None
+    heads: Annotated[
+        int | None,
+        Option(help="medusa: heads, one for each depth; default: 4. draft: attention heads; default: by the width."),
+    ] = None
+    mlp: Annotated[int | None, Option(help="Neurons per layer; default: the target's, of draft 11/4 of the width.")] = (
+        None
+    )
     init: Annotated[str | None, Option(help="draft: a checkpoint to continue from.")] = None
-    hydra: Annotated[bool | None, Option("--hydra", help="medusa: heads read the draft tokens before.")] = None
+    hydra: Annotated[
+        bool | None, Option("--hydra", help="medusa: each head reads the draft tokens before its own.")
+    ] = None
     shared_head: Annotated[
         bool | None, Option("--shared-head", help="medusa, eagle: use the target's output matrix.")
     ] = None

@@ -54,16 +54,17 @@ class TrainSettings:
     ] = None
     top_k: Annotated[int | None, Option(help="As used later for generation.")] = None
     top_p: Annotated[float | None, Option(help="As used later for generation.")] = None
-    loss: Annotated[str, Option(help=f"{', '.join(LOSS_NAMES)}.", autocompletion=complete_from(*LOSS_NAMES))] = (
-        "lk-lambda"
-    )
+    loss: Annotated[
+        str,
+        Option(help=f"Loss after the share of KL: {', '.join(LOSS_NAMES)}.", autocompletion=complete_from(*LOSS_NAMES)),
+    ] = "lk-lambda"
     kl_share: Annotated[float, Option(help="Share of the training, from its start, whose loss is KL.")] = 0.1
     place_weights: Annotated[
         str, Option(help="Loss weights by depth: decay or d-pace.", autocompletion=complete_from("decay", "d-pace"))
     ] = "decay"
     decay: Annotated[float, Option(help="With decay: factor from each depth to the next.")] = 1.0
     draft_depth: Annotated[int, Option(help="Depth of drafts in evaluations.")] = 8
-    rate: Annotated[float, Option(help="Learning rate.")] = 3e-3
+    rate: Annotated[float, Option(help="Learning rate after the warm-up; it falls to 0.")] = 3e-3
     held_out: Annotated[int, Option(help="Prompts for evaluation; at most a quarter of all.")] = 16
     look_every: Annotated[int, Option(help="Steps from one evaluation to the next.")] = 100
     patience: Annotated[int, Option(help="Evaluations without improvement after which training stops.")] = 8
@@ -100,6 +101,10 @@ class TrainSettings:
             real("hours", self.hours, "use a number of hours above 0", 1e-9)
         for name, known in (("loss", LOSS_NAMES), ("place_weights", PLACE_WEIGHTS)):
             check_choice(name, getattr(self, name), known)
+        if self.decay != 1.0 and self.place_weights != "decay":
+            raise InvalidRequest(
+                "decay", f"{self.decay:g} has no effect with {self.place_weights}: leave out one of them."
+            )
         if any(getattr(self, name) is not None for name in SERVED):
             self.sampling(0)
 

@@ -14,6 +14,7 @@ import torch
 from forerun import __version__
 from forerun.control.forecast import without_advice
 from forerun.draft.auto import RECORD, DrafterRecord
+from forerun.errors import InvalidRequest
 from forerun.heads.medusa.student import check_free, write_target
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import Student, TargetText
@@ -74,6 +75,8 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     target, tuned = Blueprint.of(task.spec, report), task.sizes.tune_target if team.is_first else None
     tokenizer = target.tokenizer()
     student = make_student(task.kind, target, task.sizes, settings.seed)
+    if settings.first_share and student.at_depth_1() is student:
+        raise InvalidRequest("first_share", f"{settings.first_share:g} is no option of {task.kind}: leave it out.")
     if student.may_lack_tokens and task.sizes.draft_vocab is None and team.is_first:
         advise_on_vocabulary(target)
     data = read_data(task.data, PromptReader(tokenizer, target.config.max_positions, settings, task.chat))
