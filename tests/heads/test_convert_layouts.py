@@ -214,7 +214,11 @@ def test_only_a_drafters_folder_is_overwritten_and_only_if_forced(eagle: Path, t
     assert (out / "thesis.txt").read_text() == "years of work"
     with pytest.raises(InvalidRequest, match="is the source: name another folder"):
         convert(str(eagle), "eagle", eagle, force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "out"]
+    model = copied(TARGET, tmp_path / "model", lambda tensors: tensors)
+    with pytest.raises(InvalidRequest, match="is the folder of the model: name another folder"):
+        convert(str(eagle), "eagle", model, str(model), force=True)
+    assert same_tensors(model, TARGET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "model", "out"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from forerun.train.held_out import TREE
 from forerun.train.objective import LOSSES
 from forerun.train.report import series
 from forerun.train.state import TrainFolder, TrainState
-from kit.checkpoints import TARGET
+from kit.checkpoints import TARGET, same_tensors
 from kit.command import command, refusal
 from train.material import answers, environment, finish, write_prompts
 
@@ -215,6 +215,19 @@ def test_only_a_finished_training_may_be_given_more_steps(tmp_path: Path) -> Non
         folder.claim(about, force=False)
     with pytest.raises(FolderTaken, match="unfinished training with --steps 5"):
         folder.claim({"settings": about["settings"] | {"steps": 7}}, force=False)
+
+
+@pytest.mark.parametrize("option", ["model", "init"])
+def test_a_checkpoint_that_is_read_is_never_overwritten(option: str, prompts: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "checkpoint"
+    shutil.copytree(TARGET, kept)
+    read = {"model": str(TARGET), option: str(kept)}
+    options = [word for name, folder in read.items() for word in (f"--{name}", folder)]
+    (tmp_path / "link").symlink_to(kept)
+    for out in (kept, tmp_path / "link"):
+        words = ["train", "draft", *options, "--data", str(prompts), "--out", str(out), "--steps", "1", "--force"]
+        assert f"{out} is the folder of --{option}: name another folder" in refusal(*words)
+    assert same_tensors(kept, TARGET)
 
 
 def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, tmp_path: Path) -> None:

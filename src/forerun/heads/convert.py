@@ -70,6 +70,8 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     layout = find_layout(source_files)
     written_as = layout_of(to, layout.method)
     target = None if model is None else TargetFacts.of(model)
+    if target is not None and target.folder is not None and out.resolve() == target.folder.resolve():
+        raise InvalidRequest("out", f"{out} is the folder of the model: name another folder.")
     files = layout.read(source_files, target)
     if source_files.config.get(KEPT) is not None:
         files = replace(files, config={**files.config, KEPT: source_files.config[KEPT]})

@@ -21,6 +21,7 @@ from forerun.heads.student import Student, TargetText
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.projections import count_parameters
+from forerun.models.source import find_checkpoint
 from forerun.models.spec import ModelSpec
 from forerun.store import write_whole
 from forerun.streams import show_note
@@ -85,6 +86,7 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     cache = None if task.cache is None else open_cache(task.cache, target, student, data, share, team)
     if tuned is not None:
         check_free(tuned, task.out)
+    check_apart(task, target)
     folder = TrainFolder(task.out)
     folder.claim(about, task.force)
     is_over = DrafterRecord.read(task.out) is not None  # then the stored costs are used
@@ -111,6 +113,14 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
         record = trained.record(target, settings.sampling(0).temperature)
         write_whole(task.out / RECORD, record.text())
     return trained
+
+
+def check_apart(task: TrainTask, target: Blueprint) -> None:
+    """Raise InvalidRequest if the output folder is that of a checkpoint which the training reads."""
+    init = task.sizes.init
+    for option, folder in (("model", target.folder), ("init", None if init is None else find_checkpoint(init))):
+        if folder is not None and folder.resolve() == task.out.resolve():
+            raise InvalidRequest("out", f"{task.out} is the folder of --{option}: name another folder.")
 
 
 def advise_on_vocabulary(target: Blueprint) -> None:
