@@ -75,6 +75,13 @@ def test_load_while_this_process_was_idle_is_not_counted(system: FakeSystem) -> 
     assert system.run([1, 1, 1, 1, 0, 0], own_cores=0, wall_s=0.3) == 1
 
 
+def test_passes_that_last_for_seconds_next_to_busy_programs_take_fewer_threads(system: FakeSystem) -> None:
+    """Threads that wait for each other make a pass so slow that every measurement is seconds after the last one."""
+    assert system.run([1, 1, 1, 1, 0, 0], own_cores=0.3, wall_s=3) == 1
+    assert system.run([1, 1, 0, 0, 0, 0], own_cores=1, wall_s=3) == 2
+    assert system.run([0, 0, 0, 0, 0, 0], own_cores=2, wall_s=3) == 4
+
+
 def test_passes_over_many_rows_take_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "free_cores", lambda: SimpleNamespace(threads=lambda most: 1))
     assert (num_threads(), num_threads(FEW_ROWS)) == (1, 1)

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 PERIOD_S = 0.2  # between two measurements: the system counts CPU time in hundredths of a second
-RECENT_S = 1.0  # the longest interval between measurements that shows the present load
+RECENT_S = 1.0  # the longest interval between measurements that shows the present load while this process is idle
+LEAST_SHARE = 0.05  # of a core: with less it is idle; next to busy programs a pass can take seconds
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 FEW_ROWS = 32  # passes of more rows last longer than a time slice, and use all cores
 PAUSE_SOFT = 1  # OpenMP's omp_pause_soft: ends threads, keeps settings
@@ -43,7 +44,7 @@ class FreeCores:
     process_s: Callable[[], float] = time.process_time
     num_threads: int = 0  # the last result; 0: none yet
     next_s: float = -math.inf  # the time of the next measurement
-    last: tuple[float, float] | None = None  # the time of the last measurement, and the CPU time of others until then
+    last: tuple[float, float, float] | None = None  # the last measurement: its time, the CPU time of others, its own
     cores: frozenset[int] = field(default_factory=frozenset)
     helpers: set[int] = field(default_factory=set)
 
@@ -55,13 +56,14 @@ class FreeCores:
         return max(1, min(most, self.num_threads))
 
     def measure(self, now_s: float) -> None:
-        """Set `num_threads` by the CPU time that others used since the last measurement, unless that was long ago."""
+        """Set `num_threads` by the CPU time of others since the last measurement, if it is recent or this process ran."""
         self.next_s = now_s + PERIOD_S
-        cores, others_s = allowed_cores(), self.others_s()
-        busy, then_s, before_s = 0, *(self.last or (-math.inf, 0.0))
-        if others_s is not None and cores == self.cores and 0 < now_s - then_s <= RECENT_S:
+        cores, others_s, own_s = allowed_cores(), self.others_s(), self.process_s()
+        busy, then_s, before_s, own_before_s = 0, *(self.last or (-math.inf, 0.0, math.inf))
+        longest_s = max(RECENT_S, (own_s - own_before_s) / LEAST_SHARE)
+        if others_s is not None and cores == self.cores and 0 < now_s - then_s <= longest_s:
             busy = round((others_s - before_s) / (now_s - then_s))
-        self.cores, self.last = cores, None if others_s is None else (now_s, others_s)
+        self.cores, self.last = cores, None if others_s is None else (now_s, others_s, own_s)
         self.num_threads = max(1, min(len(cores) - max(0, busy), self.quota()))
 
     def others_s(self, stolen: bool = False) -> float | None:
