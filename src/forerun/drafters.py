@@ -13,10 +13,11 @@ from pathlib import Path
 from forerun.did_you_mean import nearest
 from forerun.draft.auto import AUTO_DRAFT, resolve_auto
 from forerun.draft.base import Drafter
+from forerun.draft.drafter_file import plan_python
 from forerun.draft.many.cascade import plan_cascade
 from forerun.draft.many.mix import plan_mix
 from forerun.draft.plan import DraftContext, DraftPlan
-from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.draft.spec import PYTHON, DraftSpec, parse_spec, with_class_names
 from forerun.draft.text.ngram import plan_ngram
 from forerun.draft.text.suffix import plan_suffix
 from forerun.draft.vocab.translate import plan_model
@@ -58,16 +59,17 @@ PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     "mix": lambda spec, context: plan_mix(spec, context, plan),
     "model": plan_model,
     "ngram": plan_ngram,
+    PYTHON: plan_python,
     "suffix": plan_suffix,
     **{name: kind.plan_for for name, kind in HEADS.items()},
 }
 
 
 def draft_label(draft: str | Drafter | None) -> str:
-    """The specification, with widened checkpoints marked as widened, or a Drafter's names; empty without a drafter."""
+    """The specification, with labels of widened checkpoints and of own classes; a Drafter's names; empty for None."""
     if draft is None:
         return ""
-    return str(labelled(parse_spec(draft))) if isinstance(draft, str) else "+".join(draft.names)
+    return str(labelled(with_class_names(parse_spec(draft)))) if isinstance(draft, str) else "+".join(draft.names)
 
 
 def labelled(spec: DraftSpec) -> DraftSpec:

@@ -102,6 +102,18 @@ class UnknownDrafter(DraftError, ValueError):
     """The draft specification does not parse, or names a drafter that does not exist."""
 
 
+class DrafterFileError(DraftError, ValueError):
+    """The file of a drafter `python:FILE.py:CLASS` cannot be used; `trace` is the traceback of the user's code."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+class CodeRefused(DraftError, ValueError):
+    """A record or a settings file names a drafter that would run a Python file, which only a user may do."""
+
+
 class VocabularyMismatch(DraftError):
     """The drafter's tokens cannot be compared with the target's: no tokenizer, or tokens that are not bytes."""
 

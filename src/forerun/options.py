@@ -18,7 +18,7 @@ import typer
 
 from forerun.config import AUTO, MOST_THREADS, KernelChoice, Quantization, Speculation, Verification
 from forerun.did_you_mean import complete_from
-from forerun.draft.spec import parse_spec
+from forerun.draft.spec import parse_spec, refuse_code
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.guard import out_of_memory
 from forerun.heads.kinds import HEADS
@@ -30,7 +30,8 @@ from forerun.streams import MISTAKE, show_error
 
 INTERRUPTED = 130
 NO_MEMORY = "not enough memory: choose a smaller model, --quantize or a smaller --max-model-len, or end other programs"
-SPELLED = ("auto", "ngram", "suffix", "model:DIR", *(kind.syntax for kind in HEADS.values()), "cascade[A,B]")
+HEADS_SPELLED = (kind.syntax for kind in HEADS.values())
+SPELLED = ("auto", "ngram", "suffix", "model:DIR", *HEADS_SPELLED, "python:FILE:CLASS", "cascade[A,B]")
 DRAFTERS = f"{', '.join(SPELLED)} or mix[A,B]"
 DRAFTER_BEGINNINGS = (
     *(re.split(r"(?<=[:[])|,", spelled)[0] for spelled in (*SPELLED, "mix[A,B]")),
@@ -273,6 +274,8 @@ def read_config(ctx: Any, path: Path | None) -> Path | None:
         others = {option.name for group in (ModelOptions, AnswerOptions) for option in parameters_of(group)}
         try:
             settings = read_settings(path, set(known) - {CONFIG, "help"}, others)
+            for name in DRAFT_OPTIONS & settings.keys():
+                refuse_code(parse_spec(settings[name]), str(path), f"leave it out there, and write it after --{name}")
         except ForerunError as error:
             show_error(error)
             raise typer.Exit(MISTAKE) from error
@@ -284,6 +287,7 @@ def read_config(ctx: Any, path: Path | None) -> Path | None:
 
 
 CONFIG = "config"
+DRAFT_OPTIONS = frozenset({"draft", "drafts"})
 ConfigOption = Annotated[
     Path | None,
     typer.Option(

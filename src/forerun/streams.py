@@ -20,6 +20,8 @@ from queue import Full, Queue
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
+from forerun.errors import DrafterFileError
+
 MISTAKE = 2
 FAULT = 3
 READER_GONE = 141  # the status of a program that was killed by a closed pipe: 128 + SIGPIPE
@@ -28,7 +30,8 @@ PATIENCE_S = 1.0  # waiting time for a slow reader at the end
 
 
 def show_error(error: object) -> None:
-    """Print one line on standard error: what is wrong and what to do."""
+    """Print one line on standard error: what is wrong and what to do. A traceback of the user's code is above it."""
+    sys.stderr.write(error.trace if isinstance(error, DrafterFileError) else "")
     _show_line("error", "red", error)
 
 

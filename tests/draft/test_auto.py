@@ -94,7 +94,7 @@ def test_a_record_of_a_newer_versions_drafter_is_left_out_with_a_warning(
     assert "newer/drafter.json is ignored: it names the drafter telepathy" in caplog.text
     known = put(target.folder.parent / "known", target)
     assert resolve_auto(AUTO, target) == DraftSpec("medusa", argument=str(known))
-    assert set(NAMES) == PLANNERS.keys() - {"auto", "cascade", "mix"}
+    assert set(NAMES) == PLANNERS.keys() - {"auto", "cascade", "mix", "python"}
 
 
 CHANGES: list[dict[str, object]] = [{"mixed_with": 5}, {"mixed_with": "no such["}, {"temperature": 10**400}]

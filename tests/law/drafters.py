@@ -22,7 +22,7 @@ from forerun.models.runner import Runner
 from heads.adapters import adapter_of
 from heads.modules import apart
 from heads.trained import block_of, eagle_of, first_eagle_of, heads_of
-from kit.checkpoints import ROOT, SMALL, TARGET
+from kit.checkpoints import DATA, ROOT, SMALL, TARGET
 from kit.drafters import FixedLength
 from kit.sparse import write_sparse
 from kit.texts import story
@@ -68,6 +68,7 @@ DRAFTERS: Mapping[str, str | Callable[[], str]] = {  # those that have files wri
     "cascade-of-exit": f"cascade[early-exit:1,model:{SMALL}]",
     "mix-of-2": f"mix[ngram,model:{SMALL}]",
     "mix-of-3": f"mix[suffix,early-exit:1,model:{SMALL}]",
+    "python": f"python:{DATA / 'again.py'}:Again",
     "documented": "",
     "documented:taps": "",
 }

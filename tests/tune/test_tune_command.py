@@ -7,6 +7,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -14,12 +16,13 @@ from typer.testing import Result
 
 from forerun.bench.figures import Spread
 from forerun.bench.run import BenchSetup
+from forerun.commands.tune import settings_of
 from forerun.engine import calibration
 from forerun.settings_file import read_settings
 from forerun.tune import study
 from forerun.tune import trial as tune_settings
 from forerun.tune.page import html_page
-from forerun.tune.report import TuneReport
+from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.show import tune_card
 from forerun.tune.translate import translations
 from forerun.tune.trial import Candidate, candidates_of
@@ -183,6 +186,18 @@ def test_a_damaged_measurement_is_refused_by_its_line(tuned: tuple[Path, Result,
     memory = kinds["memory"]
     kept.write_text("".join([*lines[:memory], *lines[memory + 1 :]]))
     assert tune([*arguments, "--out", str(tmp_path / "out")]).stdout.splitlines()[0] == first.stdout.splitlines()[0]
+
+
+def test_the_settings_file_never_names_a_python_file_but_says_how_to(tmp_path: Path) -> None:
+    """Such a file may be passed on, and a drafter in a Python file is executed."""
+    pick = TunedChoice(1, 0.0, "mix[ngram,python:mine.py:Mine]", 2, 1.5)
+    report = SimpleNamespace(pick=pick, about={"model": {"given_as": "stdlib"}}, model_options={})
+    (text,) = settings_of(cast(TuneReport, report)).values()
+    (tmp_path / "forerun.toml").write_text(text)
+    known = {"model", "draft", "depth", "verification"}
+    values = {"model": "stdlib", "depth": "2", "verification": "coupled"}
+    assert read_settings(tmp_path / "forerun.toml", known) == values
+    assert "# Use it with --config FILE --draft 'mix[ngram,python:mine.py:Mine]'\n" in text
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ import typer
 from forerun.commands.bench import MeasurementOptions, json_object, numbers
 from forerun.commands.bench_serve import RemoteOptions
 from forerun.commands.running import Destination, Result, importing
+from forerun.draft.spec import parse_spec, runs_code
 from forerun.errors import InvalidRequest
 from forerun.options import DRAFTERS, MODEL, OutputOptions, changed, with_options
 from forerun.settings_file import written_settings
@@ -135,12 +137,14 @@ def settings_of(report: TuneReport) -> dict[str, str]:
     if (pick := report.pick) is None:
         return {}
     values = {"model": report.about["model"]["given_as"], **report.model_options}
-    finding = "plain decoding was fastest"
+    finding, use = "plain decoding was fastest", "--config FILE reads it."
     if pick.draft is not None:
         values |= {"draft": pick.draft, "depth": pick.shown_depth, "verification": "coupled"}
         finding = f"{pick.speed_up:.2f} times as fast as plain decoding"
+        if runs_code(parse_spec(pick.draft)):  # which no settings file may name
+            use = f"Use it with --config FILE --draft {shlex.quote(values.pop('draft'))}"
     at = f"at batch {pick.batch}, temperature {pick.temperature:g}"
-    return {SETTINGS: written_settings(values, f"Written by forerun tune: {finding} {at}.\n--config FILE reads it.")}
+    return {SETTINGS: written_settings(values, f"Written by forerun tune: {finding} {at}.\n{use}")}
 
 
 def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str], result: Result) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.draft.base import Drafter
-from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.draft.spec import DraftSpec, parse_spec, refuse_code
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.fields import Fields, read_fields
 from forerun.models.bundled import FOLDER as SHIPPED
@@ -154,6 +154,11 @@ def records_of(target: Blueprint) -> Iterator[PathAndRecord]:
     for path in records.values():
         record = DrafterRecord.read(path.parent)
         if record is None or (record.target != digest() and (record.model is None or record.model != model())):
+            continue
+        spec = record.best_spec(path.parent)
+        refuse_code(spec, str(path), "delete this file, and trust nothing that came with it")
+        if parse_spec(str(spec)) != spec:
+            log.warning("%s is ignored: its argument or its folder has a quotation mark", path)
             continue
         names = (record.drafter, *(() if record.mixed_with is None else (parse_spec(record.mixed_with).name,)))
         if unknown := next((name for name in names if name not in NAMES), None):

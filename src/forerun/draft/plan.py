@@ -93,20 +93,27 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 def check_drafter(drafter: Drafter, num_layers: int) -> None:
     """Raise UnknownDrafter for an object that is not a drafter for a target of `num_layers` layers."""
-    missing = [name for name in vars(Drafter) if not (name.startswith("_") or hasattr(drafter, name))]
-    if missing:
-        problem = f"nor a Drafter: it has no {missing[0]}"
-    elif isinstance(drafter, type):
+    if isinstance(drafter, type):
         problem = f"but a class: pass an instance, as in {drafter.__name__}()"
-    elif not (is_sequence(drafter.names, str) and drafter.names):
-        problem = f"nor a Drafter: its names, {shown(drafter.names)}, must be a tuple of strings, such as ('phrases',)"
-    elif not (is_sequence(drafter.taps, int) and all(-1 <= tap <= num_layers for tap in drafter.taps)):
-        problem = f"nor a Drafter: its taps, {shown(drafter.taps)}, must be a tuple of numbers from -1 to {num_layers}"
-    elif drafter.taps and not isinstance(drafter, StateDrafter):
-        problem = "nor a Drafter: with taps it needs the method adoptable; one that returns 0 is enough"
+    elif problem := problem_of(drafter, num_layers):
+        problem = f"nor a Drafter: {problem}"
     else:
         return
     raise UnknownDrafter(f"draft: {shown(drafter)} is neither a specification, such as 'ngram', {problem}.")
+
+
+def problem_of(drafter: Drafter, num_layers: int) -> str:
+    """Why an object is not a drafter for a target of `num_layers` layers; empty if it is one."""
+    missing = [name for name in vars(Drafter) if not (name.startswith("_") or hasattr(drafter, name))]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    if not (is_sequence(drafter.names, str) and drafter.names):
+        return f"its names, {shown(drafter.names)}, must be a tuple of strings, such as ('phrases',)"
+    if not (is_sequence(drafter.taps, int) and all(-1 <= tap <= num_layers for tap in drafter.taps)):
+        return f"its taps, {shown(drafter.taps)}, must be a tuple of numbers from -1 to {num_layers}"
+    if drafter.taps and not isinstance(drafter, StateDrafter):
+        return "with taps it needs the method adoptable; one that returns 0 is enough"
+    return ""
 
 
 def is_sequence(value: object, kind: type) -> bool:

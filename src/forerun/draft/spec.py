@@ -8,11 +8,12 @@ and each drafter's plan checks its argument.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from forerun.errors import UnknownDrafter
+from forerun.errors import CodeRefused, UnknownDrafter
 
+PYTHON = "python"  # the drafter in a Python file, which is executed
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 BARE = re.compile(r'[^,\[\]"]+')
 QUOTED = re.compile(r'"([^"]*)"')
@@ -43,6 +44,25 @@ def parse_spec(text: str) -> DraftSpec:
     if parser.ahead:
         parser.fail("remove it, or put an argument that holds brackets or commas in double quotes")
     return spec
+
+
+def runs_code(spec: DraftSpec) -> bool:
+    """Whether the drafter, or one that it is made of, runs a Python file."""
+    return spec.name == PYTHON or any(map(runs_code, spec.members))
+
+
+def refuse_code(spec: DraftSpec, source: str, fix: str) -> None:
+    """Raise CodeRefused if the drafter, named by this source, would run a Python file."""
+    if runs_code(spec):
+        reason = "it would run a Python file, which only --draft or the argument draft may name"
+        raise CodeRefused(f"{source} names the drafter {str(spec)!r}: {reason}: {fix}")
+
+
+def with_class_names(spec: DraftSpec) -> DraftSpec:
+    """The specification for reports: drafters in Python files are called by their class."""
+    if spec.name == PYTHON and spec.argument is not None:
+        return DraftSpec(spec.argument.rpartition(":")[2])
+    return replace(spec, members=tuple(map(with_class_names, spec.members)))
 
 
 class Parser:

@@ -11,7 +11,7 @@ from typing import Any
 from forerun.config import Speculation
 from forerun.draft.base import Drafter
 from forerun.draft.many.mix import MixDrafter, member_names
-from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.draft.spec import DraftSpec, parse_spec, refuse_code
 from forerun.draft.text.ngram import NgramDrafter, longest_match
 from forerun.draft.text.suffix import SuffixDrafter, files_of
 from forerun.draft.text.suffix_past import PastAnswers
@@ -86,6 +86,7 @@ def options_of(additional: Any) -> dict[str, Any]:
 def text_drafter(text: str, tokenizer: str) -> Drafter:
     """Build a drafter that copies text; its files must have this tokenizer. Raises UnknownDrafter for others."""
     spec = parse_spec(text)
+    refuse_code(spec, "additional_config", "use a drafter of forerun's")
     if not copies_text(spec):
         cure = f"use {', '.join(TEXT_DRAFTERS[:2])} or a mix of them; heads go to vLLM's own methods (forerun convert)"
         raise UnknownDrafter(

@@ -79,7 +79,7 @@ def colour_of(report: TuneReport, each: Studied) -> str:
 
 def shortened(each: Studied) -> str:
     """A drafter's name for a legend: its last NAME characters, since paths of models are long."""
-    name = each.candidate.draft
+    name = each.candidate.label
     return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
 
 

@@ -44,7 +44,7 @@ def speeds(report: TuneReport, temperature: float) -> FigureTable:
         rows.append(plain_row(report, batch, temperature, best))
         for each in report.studied:
             cell = each.cell(batch, temperature)
-            rows += rows_of(each, cell, best) if cell else [[Text(each.candidate.draft), str(batch), *["–"] * 6]]
+            rows += rows_of(each, cell, best) if cell else [[Text(each.candidate.label), str(batch), *["–"] * 6]]
     return FigureTable(COLUMNS, rows, num_names=1)
 
 
@@ -58,14 +58,14 @@ def plain_row(report: TuneReport, batch: int, temperature: float, best: TunedCho
 
 def rows_of(each: Studied, cell: TuneCell, best: TunedChoice | None) -> list[list[Cell]]:
     """The rows of a candidate at a batch size: at the best predicted depth, and with depth auto."""
-    draft, batch = each.candidate.draft, str(cell.group.batch)
+    draft, name, batch = each.candidate.draft, each.candidate.label, str(cell.group.batch)
     is_best = {auto: best is not None and (best.draft, best.auto) == (draft, auto) for auto in (False, True)}
     doubt, error = UNDECIDED if cell.undecided else "", f"{cell.error:+.0%}" if cell.error is not None else ""
     predicted = [Text(each, "red" if doubt else "") for each in (f"×{cell.prediction.speed_up:.2f}", error)]
     depth = str(cell.prediction.depth)
-    rows = [[marked_name(draft, is_best[False]), batch, depth, *measured(cell.drafted, doubt), *predicted]]
+    rows = [[marked_name(name, is_best[False]), batch, depth, *measured(cell.drafted, doubt), *predicted]]
     if cell.chosen:
-        rows.append([marked_name(draft, is_best[True]), batch, AUTO, *measured(cell.chosen, doubt), "", ""])
+        rows.append([marked_name(name, is_best[True]), batch, AUTO, *measured(cell.chosen, doubt), "", ""])
     return rows
 
 
@@ -87,7 +87,7 @@ def drafters(report: TuneReport) -> FigureTable:
     for each in report.studied:
         for temperature, kinds in each.acceptance.items():
             for kind, rates in kinds.items():
-                name = each.candidate.draft if not kind else f"  {kind}"
+                name = each.candidate.label if not kind else f"  {kind}"
                 shown = [f"{rates[depth - 1]:.0%}" if len(rates) >= depth else "" for depth in SHOWN_DEPTHS]
                 rows.append([Text(name), f"{temperature:g}", *shown])
                 styles.append("dim" if kind else "")
@@ -97,7 +97,7 @@ def drafters(report: TuneReport) -> FigureTable:
 
 def memory_figures(report: TuneReport) -> FigureTable:
     """The memory table of the target and each drafter."""
-    figures = [(each.candidate.draft, each.memory) for each in report.studied if each.memory]
+    figures = [(each.candidate.label, each.memory) for each in report.studied if each.memory]
     rows: list[list[Cell]] = [
         [Text(name), *map(size, (first.weights_bytes, first.cache_bytes, first.remembered_bytes))]
         for name, first in figures
@@ -117,7 +117,7 @@ def facts_of(report: TuneReport) -> Iterator[tuple[str, str]]:
     yield "runs", f"{medians(report.selection.repeats)}, plain and drafted by turns; prefill is not timed"
     for each in report.studied:
         if each.problem:
-            yield each.candidate.draft, each.problem
+            yield each.candidate.label, each.problem
     for family, best in report.best_exits().items():
         yield family, f"the best exit is {best}"
 

@@ -22,7 +22,7 @@ from forerun.bench.stored import of_json
 from forerun.config import AUTO, AUTO_DEPTH, Speculation
 from forerun.control.controller import Controller, FixedDepth
 from forerun.draft.base import Drafter
-from forerun.draft.spec import DraftSpec, parse_spec
+from forerun.draft.spec import DraftSpec, parse_spec, with_class_names
 from forerun.engine.calibration import PROMPT_TOKENS, TEXT_TOKENS
 from forerun.errors import UnknownDrafter
 from forerun.limits import shown
@@ -46,6 +46,11 @@ class Candidate:
 
     draft: str
     family: str
+
+    @property
+    def label(self) -> str:
+        """Its name in tables and charts."""
+        return str(with_class_names(parse_spec(self.draft)))
 
 
 def candidates_of(drafts: Sequence[str], num_layers: int) -> list[Candidate]:

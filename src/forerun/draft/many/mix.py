@@ -37,7 +37,7 @@ from forerun.draft.plan import (
     member_plans,
     refuse,
 )
-from forerun.draft.spec import DraftSpec
+from forerun.draft.spec import DraftSpec, with_class_names
 from forerun.economy import Acceptance
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
@@ -332,5 +332,5 @@ def member_names(spec: DraftSpec) -> list[str]:
         refuse(spec, f"a mix in a mix is one mix: write {replace(spec, members=tuple(flat))}")
     names: list[str] = []
     for member in spec.members:
-        names.append(free_name(str(member), names))
+        names.append(free_name(str(with_class_names(member)), names))
     return names
