@@ -38,5 +38,30 @@ def test_brackets_in_facts_are_no_markup() -> None:
     assert [line.split() for line in shown(fact_table([("mix[a]", "mix[a,b]")]), 40)] == [["mix[a]", "mix[a,b]"]]
 
 
+PATH = "/home/someone/models/checkpoints/of/november/a-model-with-a-name"
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 200])
+@pytest.mark.parametrize(
+    "text", [PATH, f"{PATH} (float32)", f"eagle:{PATH}: a head of one layer, 2.31 tokens a round", "/模型" * 20, "a b"]
+)
+def test_a_long_path_is_shortened_in_the_middle_and_not_broken(text: str, width: int) -> None:
+    for table in (fact_table([("it", text)]), FigureTable(("name", "figure"), [[text, "1.25"]], num_names=1)):
+        lines = shown(table, width)
+        assert max(map(cell_len, lines)) <= width
+        words = " ".join(lines).split()
+        long = [word for word in text.split() if word not in words]
+        if width == 200:
+            assert not long
+        ends = [cut.split("…") for cut in words if "…" in cut]
+        assert all(any(word.startswith(start) and word.endswith(end) for start, end in ends) for word in long)
+
+
+def test_a_fact_with_one_long_path_stays_on_one_line() -> None:
+    assert shown(fact_table([("target", f"{PATH} (float32)")]), 60) == [
+        "target  /home/someone…november/a-model-with-a-name (float32)"
+    ]
+
+
 def test_one_table_where_everything_fits() -> None:
     assert len(shown(made(9), 200)) == 4

@@ -18,7 +18,7 @@ from rich.text import Text
 from forerun.accept.commit import Origin
 from forerun.accept.outcome import Stats
 from forerun.models.generation import format_params
-from forerun.report import counted, fact_table
+from forerun.report import Fitted, counted, fact_table
 
 STYLES = {
     Origin.DRAFTED: Style(color="green"),
@@ -111,9 +111,9 @@ def run_card(
     `ended` is the reason why the answer ended, for a run with one answer.
     """
     card = fact_table()
-    card.add_row("model", setting.model)
+    card.add_row("model", Fitted(Text(setting.model)))
     drafts = f"{setting.draft}, depth {setting.depth}" if setting.draft else "none: plain decoding"
-    card.add_row("draft", Text(drafts))  # as Text, so that brackets are not read as markup
+    card.add_row("draft", Fitted(Text(drafts)))  # as Text, so that brackets are not read as markup
     if setting.forecast:
         card.add_row("", setting.forecast)
     card.add_row("verification", setting.verification)

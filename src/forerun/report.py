@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -47,13 +48,45 @@ def card(*sections: Section | Iterable[Text]) -> RenderableType:
     return Group(*parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A text in a table that is folded between words; a path that does not fit is shortened in the middle."""
+
+    text: Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        yield Text(fitted(self.text.plain, options.max_width), self.text.style) if not self.text.spans else self.text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.text)
+
+
+def fitted(text: str, width: int) -> str:
+    """The text with its longest word shortened, if one line is then enough, or else each word that is too long."""
+    words = text.split(" ")
+    longest = max(range(len(words)), key=lambda i: cell_len(words[i]))
+    room = width - (cell_len(text) - cell_len(words[longest]))
+    if cell_len(text) > width and room >= width // 2 and "/" in words[longest]:
+        words[longest] = shortened(words[longest], room)
+    return " ".join(shortened(word, width) for word in words)
+
+
+def shortened(word: str, width: int) -> str:
+    """A word in this number of terminal columns; a longer one without its middle, since paths differ at their ends."""
+    if cell_len(word) <= width or width < 3:
+        return word
+    before = set_cell_size(word, (width - 1) // 3)
+    after = set_cell_size(word[::-1], width - 1 - cell_len(before))[::-1]
+    return f"{before}…{after}"
+
+
 def fact_table(facts: Iterable[tuple[str, Cell]] = ()) -> Table:
     """A table of two columns: the name of each fact, and the fact, folded if it is long."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, fact in facts:
-        table.add_row(Text(name), Text(fact) if isinstance(fact, str) else fact)  # brackets are not markup
+        table.add_row(Text(name), Fitted(Text(fact) if isinstance(fact, str) else fact))  # brackets are not markup
     return table
 
 
@@ -103,8 +136,13 @@ class FigureTable:
             )
         for number, row in enumerate(self.rows):
             style = self.styles[number] if self.styles else ""
-            grid.add_row(*(row[column] for column in columns), style=style)
+            grid.add_row(*(self.cell(row, column) for column in columns), style=style)
         return grid
+
+    def cell(self, row: Sequence[Cell], column: int) -> Cell | Fitted:
+        """A cell of a row; a long name is fitted into its column."""
+        cell = row[column]
+        return Fitted(Text(cell) if isinstance(cell, str) else cell) if column < self.num_names else cell
 
     def first_width(self, width: int) -> int:
         """Terminal columns of the first column: all that it needs if the entire table fits."""

@@ -13,12 +13,13 @@ from markupsafe import Markup
 from rich.text import Text
 
 from forerun.bench.chart import COLOURS, LinePanel, Series, svg
+from forerun.report import shortened
 from forerun.tune.report import TuneReport
 from forerun.tune.show import WORTH, drafters, facts_of, memory_figures, speeds, template_line, title, verdict
 from forerun.tune.study import Studied
 
 WIDTH = 640  # pixels of a chart without its legend
-NAME = 24  # maximum length of a drafter's name; longer ones are cut at the front
+NAME = 24  # maximum length of a drafter's name; longer ones lose their middle
 FASTER = "times as fast as plain decoding"
 
 
@@ -58,7 +59,7 @@ def acceptance_charts(report: TuneReport) -> Iterator[tuple[Markup, str]]:
     """(chart, caption) pairs of acceptance by depth."""
     for temperature in report.temperatures:
         series = [
-            Series(shortened(each), list(enumerate(rates, start=1)), colour_of(report, each))
+            Series(legend(each), list(enumerate(rates, start=1)), colour_of(report, each))
             for each in report.studied
             if (rates := each.acceptance.get(temperature, {}).get(""))
         ]
@@ -77,10 +78,9 @@ def colour_of(report: TuneReport, each: Studied) -> str:
     return COLOURS[report.studied.index(each) % len(COLOURS)]
 
 
-def shortened(each: Studied) -> str:
-    """A drafter's name for a legend: its last NAME characters, since paths of models are long."""
-    name = each.candidate.label
-    return name if len(name) <= NAME else f"…{name[1 - NAME :]}"
+def legend(each: Studied) -> str:
+    """A drafter's name for a legend."""
+    return shortened(each.candidate.label, NAME)
 
 
 def batch_panel(report: TuneReport, temperature: float) -> LinePanel:
@@ -90,7 +90,7 @@ def batch_panel(report: TuneReport, temperature: float) -> LinePanel:
         cells = [cell for batch in sorted(report.selection.batches) if (cell := each.cell(batch, temperature))]
         measured = {c.group.batch: c.drafted.speed_up for c in cells if c.drafted and c.drafted.speed_up}
         points, colour = [(batch, spread.median) for batch, spread in measured.items()], colour_of(report, each)
-        series.append(Series(shortened(each), points, colour, spreads=list(measured.values())))
+        series.append(Series(legend(each), points, colour, spreads=list(measured.values())))
         series.append(Series("", [(c.group.batch, c.prediction.speed_up) for c in cells], colour, "x"))
     ticks = sorted(report.selection.batches)
     return LinePanel(series, "batch (lines: measured, crosses: predicted)", FASTER, level=1.0, ticks=ticks)
@@ -102,7 +102,7 @@ def depth_panel(report: TuneReport, batch: int, temperature: float) -> LinePanel
     for each in report.studied:
         if cell := each.cell(batch, temperature):
             colour, prediction = colour_of(report, each), cell.prediction
-            series.append(Series(shortened(each), list(enumerate(prediction.by_depth, start=1)), colour, "-"))
+            series.append(Series(legend(each), list(enumerate(prediction.by_depth, start=1)), colour, "-"))
             if cell.speed_up:
                 series.append(Series("", [(prediction.depth, cell.speed_up)], colour))
     return LinePanel(series, "draft tokens per round (lines: predicted, dots: measured)", FASTER, level=1.0)

@@ -12,13 +12,14 @@ from forerun.bench.figures import CellFigures
 from forerun.bench.show import machine_line, medians, number, speed_up_cells
 from forerun.cache.plan import size
 from forerun.config import AUTO
-from forerun.report import Cell, FigureTable, Section, card, fact_table
+from forerun.report import Cell, FigureTable, Section, card, fact_table, shortened
 from forerun.tune.report import TunedChoice, TuneReport
 from forerun.tune.study import NOT_REACHED, Studied, TuneCell
 
 COLUMNS = ("drafter", "batch", "depth", "tokens\n/s", "measured\nspeed-up", "quartiles", "pre-\ndicted", "error")
 UNDECIDED = "undecided"  # shown instead of quartiles
 MOST_REASONS = 3
+NAME = 40  # terminal columns of a drafter's name in a sentence
 WORTH = "Acceptance and memory of the drafters"
 SHOWN_DEPTHS = (1, 2, 4, 8)
 
@@ -153,7 +154,7 @@ def verdict(report: TuneReport) -> Iterator[Text]:
             low, high = pick.interval
             yield Text(f"On other prompts like these, {low:.2f} to {high:.2f} times.", "green")
     for each in undecided[:MOST_REASONS]:
-        setting = f"{each.draft}, batch {each.batch}, temperature {each.temperature:g}"
+        setting = f"{shortened(each.draft, NAME)}, batch {each.batch}, temperature {each.temperature:g}"
         yield Text(f"{setting}, is undecided: {each.reason}.", "red")
     if len(undecided) > MOST_REASONS:
         yield Text(f"{len(undecided) - MOST_REASONS} more settings are undecided.", "red")
