@@ -56,7 +56,7 @@ class FreeCores:
         return max(1, min(most, self.num_threads))
 
     def measure(self, now_s: float) -> None:
-        """Set `num_threads` by the CPU time of others since the last measurement, if it is recent or this process ran."""
+        """Set `num_threads` by the CPU time of others since the last time, if that is recent or this process ran."""
         self.next_s = now_s + PERIOD_S
         cores, others_s, own_s = allowed_cores(), self.others_s(), self.process_s()
         busy, then_s, before_s, own_before_s = 0, *(self.last or (-math.inf, 0.0, math.inf))
