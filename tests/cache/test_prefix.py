@@ -5,6 +5,7 @@ test_paged checks that their content is right.
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from typing_extensions import override
 from cache.test_paged import check_slots, make_cache, marks
 from forerun.cache.paged import PagedCache
 from forerun.cache.prefix import PrefixStore
-from forerun.cache.shared_prefix import MIN_SHARED, CachedText, longest_prefix, num_shared, start_row
+from forerun.cache.shared_prefix import MIN_SHARED, CachedPrefix, CachedText, longest_prefix, num_shared, start_row
 
 SIZE = 8  # of blocks
 
@@ -160,3 +161,18 @@ def test_the_longest_shared_prefix_is_taken_and_short_ones_are_not() -> None:
     assert longest_prefix(cache, text, "b", live).num_tokens == 0
     assert longest_prefix(cache, text, None, [CachedText(1, None, text)]).num_tokens == 0
     assert longest_prefix(cache, [*text[: MIN_SHARED - 1], 77, 78, 79], "a", live).num_tokens == 0
+
+
+def test_the_longest_shared_prefix_is_taken_whatever_the_order_and_length_of_the_texts() -> None:
+    """The text that shares least is the longest, and so are its read tokens."""
+    text, shared = [*range(60)], {1: 40, 2: 33, 3: 20}
+    for order in permutations(shared):
+        for num_cached in (0, 32, 48):
+            cache = cache_of(600)
+            retired(cache, text[:num_cached])
+            texts = {each: [*text[:num], *range(100, 150 - num)] for each, num in shared.items()}
+            for each in order:
+                texts[each] += [*range(200, 210 + 10 * each)]
+                read_on(cache, each, texts[each])
+            found = longest_prefix(cache, text, "a", [CachedText(each, "a", texts[each]) for each in order])
+            assert found == (CachedPrefix(48) if num_cached == 48 else CachedPrefix(40, 1))

@@ -22,6 +22,7 @@ from forerun.remote.equality import (
     first_difference,
     gap_of,
     largest_drift,
+    token_at,
 )
 
 NEAR, FAR = {" a": -0.7, " b": -0.8, " c": -3.0}, {" a": -0.1, " b": -3.0, " c": -5.0}
@@ -73,6 +74,14 @@ def test_tokens_that_do_not_spell_the_text_are_not_compared() -> None:
     behind = RemoteAnswer(" aé", (TokenChance(" a", FAR), *tokens[:2]), False)
     early = difference_of(behind, answer(" b", "é", named=False), HERE, 0.25)
     assert (early.position, early.other, early.meaning) == (0, " b", "fault")
+
+
+def test_every_character_is_in_the_token_that_spells_it() -> None:
+    words = ["ab", "", "c", " def", "é"]
+    spelled_by = [number for number, word in enumerate(words) for _ in word]
+    for character, number in enumerate(spelled_by):
+        assert token_at(answer(*words), character) == (number, len("".join(words[:number])))
+    assert token_at(answer(*words), len(spelled_by)) is None
 
 
 def test_without_log_probabilities_nothing_is_decided() -> None:

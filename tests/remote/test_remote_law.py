@@ -165,6 +165,17 @@ def test_two_samples_of_one_law_and_of_two() -> None:
     assert two_samples([str(i) for i in range(50)], [str(i) for i in range(50)]) is None
 
 
+@pytest.mark.parametrize(("num_each", "freedom"), [(9, 2), (10, 22)])
+def test_cells_of_two_samples_are_those_expected_often_enough_in_each(num_each: int, freedom: int) -> None:
+    """Twenty rare texts have a cell each, beside two frequent ones and the rest, or all of them share one."""
+    sample = (
+        ["a"] * 500 + ["b"] * 300 + [f"rare {i % 20}" for i in range(20 * num_each)] + [f"once {i}" for i in range(12)]
+    )
+    test = two_samples(sample, sample)
+    assert test is not None
+    assert test.freedom == freedom
+
+
 def test_an_empty_count_is_reported() -> None:
     alike = [RemoteAnswer("same", (), False)] * 100
     found = law_test("x", alike, alike)

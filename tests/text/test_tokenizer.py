@@ -134,6 +134,30 @@ def test_every_piece_carries_the_ordinal_of_the_token_that_completed_it(name: st
         assert len(so_far) >= length or "\ufffd" in piece.text
 
 
+@pytest.mark.parametrize("name", ["stories", "byte_level", "gemma_like", "unknown"])
+def test_the_rest_of_a_text_carries_the_ordinal_of_its_last_token(name: str) -> None:
+    """The text ends inside a character."""
+    tokenizer = TOKENIZERS.get(name, UNKNOWN)
+    ids = tokenizer.encode("Once \N{GOTHIC LETTER AHSA}", add_special_tokens=False)[:-1]
+    decoder = tokenizer.decoder()
+    before = "".join(decoder.push(token) for token in ids)
+    rest = decoder.close()
+    assert before + "".join(piece.text for piece in rest) == tokenizer.decode(ids)
+    assert rest[-1] == ("\ufffd", len(ids) - 1, False)
+
+
+@pytest.mark.parametrize("num_stripped", [0, 1, 2, 3])
+def test_as_many_leading_blanks_are_left_out_as_the_decoder_strips(num_stripped: int) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", num_stripped, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = Tokenizer(backend)
+    blank, word = tokenizer.convert_tokens_to_ids("▁"), 403
+    assert blank is not None
+    for ids in ([word, word], [blank] * 4, [blank, word], [blank, blank, blank, word], [3 + ord(" "), blank, word]):
+        assert joined(tokenizer, ids, skip=False) == tokenizer.decode(ids)
+
+
 def test_text_appears_as_soon_as_it_is_certain() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     decoder = tokenizer.decoder()

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import statistics
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
@@ -102,6 +103,19 @@ def test_goodput_counts_requests_within_both_limits() -> None:
     assert figures.goodput_per_s.median == pytest.approx((19 / 20 + 19 / 40) / 2)
     late = report_of(ServiceLevel(between_s=0.05, first_s=0.099)).figures[1]
     assert late.kept == 0
+
+
+def test_a_failed_request_has_no_times_and_keeps_no_limit() -> None:
+    """Half of the requests fail; of the others one in ten is too slow. The share is that of all requests."""
+    plan, ran = blocks(PACES)
+    failed = tuple(answer(index, 0.0, error="no") for index in range(10, 20))
+    ran = [replace(block, answers=block.answers[:10] + failed) for block in ran]
+    figures = traffic_figures(plan, ran, ServiceLevel(between_s=0.05, percentile=90.0))[1]
+    assert (figures.kept, figures.holds, figures.num_requests) == (0.45, False, 40)
+    assert (figures.times.num_answers, figures.errors) == (20, {"no": 20})
+    assert figures.goodput_per_s is not None
+    assert figures.requests_per_s is not None
+    assert figures.goodput_per_s.median == pytest.approx(0.9 * figures.requests_per_s.median)
 
 
 def test_ratios_are_formed_within_a_repetition() -> None:
