@@ -13,7 +13,7 @@ from forerun.config import Speculation, Verification
 from forerun.llm import LLM
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.equality import Equality, prove_equality
-from forerun.prove.law import TOP_K, prove_laws
+from forerun.prove.law import TOP_K, choose_openings, prove_laws
 from forerun.prove.workload import ProofWorkload
 from forerun.sampling.params import SamplingParams
 from kit.unchecked import unchecked
@@ -128,7 +128,8 @@ def test_mutants_are_found_through_the_engine(llm: LLM, name: str | None) -> Non
     with pytest.MonkeyPatch.context() as patch, unchecked():
         if name is not None:
             planted(name, patch)
-        laws = prove_laws(llm, [(2, 5, 7), (3, 3, 4, 9)], workload, ignore)
+        openings = choose_openings(llm, [(2, 5, 7), (3, 3, 4, 9)], workload)
+        laws = prove_laws(llm, openings, workload, ignore)
     broken = {law.verification for law in laws if not law.holds}
     assert broken == (set() if name is None else broken | {LAW_MUTANTS[name].rule})
     assert all(law.num_accepted > 100 for law in laws)

@@ -99,10 +99,9 @@ class LawResult:
 
 
 def prove_laws(
-    llm: LLM, prompts: Sequence[TokenIds], workload: ProofWorkload, progress: ProgressCallback
+    llm: LLM, openings: Sequence[Opening], workload: ProofWorkload, progress: ProgressCallback
 ) -> tuple[LawResult, ...]:
     """One test for every rule, shape and opening, corrected for their number."""
-    openings = choose_openings(llm, prompts, workload)
     tests = [(rule, shape, opening) for opening in openings for rule, shape in workload.laws]
     results = []
     for number, (rule, shape, opening) in enumerate(tests):

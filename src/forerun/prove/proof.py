@@ -19,7 +19,7 @@ from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.prove.chi_square import LEVEL
 from forerun.prove.equality import Equality, prove_equality
-from forerun.prove.law import LawResult, prove_laws
+from forerun.prove.law import LawResult, choose_openings, prove_laws
 from forerun.prove.workload import ProofWorkload
 from forerun.report import json_object
 from forerun.request import Prompt, Request
@@ -128,6 +128,7 @@ def prove(
     prompt_ids = [tuple(llm.requests.prompt_tokens(Request.of(prompt))) for prompt in prompts[: workload.num_prompts]]
     repeated = [prompt_ids[i % len(prompt_ids)] for i in range(workload.num_prompts)]
     report = progress or (lambda _what, _done: None)
+    openings = choose_openings(llm, prompt_ids, workload)  # first, since it raises if the tests would be too small
     equality = prove_equality(llm, repeated, workload, report)
-    laws = prove_laws(llm, prompt_ids, workload, report)
+    laws = prove_laws(llm, openings, workload, report)
     return ProofReport(Environment.of(llm), workload, equality, laws)
