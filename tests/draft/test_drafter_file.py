@@ -134,6 +134,16 @@ def test_a_file_is_executed_once_until_it_changes_and_each_engine_has_a_drafter_
     assert (tmp_path / "log").read_text() == "xx"
 
 
+def test_a_file_imports_its_neighbours(tmp_path: Path, context: DraftContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    written(tmp_path, AGAIN, "drafter_that_is_imported.py")
+    file = written(tmp_path, "from drafter_that_is_imported import Again\nclass Mine(Again): ...\n")
+    plan = plan_drafter(f"python:{file}:Mine", context)
+    drafter = plan.build({}, None, None)  # type: ignore[arg-type]
+    assert [each.__name__ for each in type(drafter).mro()[:2]] == ["Mine", "Again"]
+    assert sys.path[-1] == str(tmp_path.resolve())
+
+
 def test_reports_call_it_by_its_class(tmp_path: Path) -> None:
     file = written(tmp_path, AGAIN, "a, [b].py")
     draft = f'python:"{file}:Again"'

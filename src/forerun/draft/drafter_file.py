@@ -21,7 +21,7 @@ from forerun.draft.spec import DraftSpec
 from forerun.errors import DrafterFileError
 from forerun.text.tokenizer import Tokenizer
 
-GIVEN = "tokenizer"  # the one argument of constructors, for those that have it
+ARGUMENT = "tokenizer"  # the one argument of constructors, for those that have it
 
 
 def plan_python(spec: DraftSpec, context: DraftContext) -> DraftPlan:
@@ -47,9 +47,14 @@ def plan_python(spec: DraftSpec, context: DraftContext) -> DraftPlan:
 
 
 def loaded(spec: DraftSpec, path: Path, source: bytes) -> ModuleType:
-    """The module in a file, which is executed once; it is in sys.modules, where dataclasses and pickle look for it."""
+    """The module in a file, which is executed once; it is in sys.modules, where dataclasses and pickle look for it.
+
+    The file's folder is added to the end of sys.path, so that it can import its neighbours.
+    """
     name = f"forerun_drafter_{sha256(f'{path}'.encode() + source).hexdigest()[:16]}"
     if name not in sys.modules:
+        if (folder := str(path.parent)) not in sys.path:
+            sys.path.append(folder)
         sys.modules[name] = module = ModuleType(name)
         module.__file__ = str(path)
         try:
@@ -78,12 +83,12 @@ def instance(spec: DraftSpec, path: Path, kind: type, tokenizer: Tokenizer) -> D
     parameters = inspect.signature(kind).parameters.values()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in several]
-    given = {GIVEN: tokenizer} if any(each.name == GIVEN for each in parameters) else {}
-    if missing := ", ".join(name for name in needed if name not in given):
-        fix = f"give defaults; the only argument is the target's tokenizer, for a parameter called {GIVEN}"
+    arguments = {ARGUMENT: tokenizer} if any(each.name == ARGUMENT for each in parameters) else {}
+    if missing := ", ".join(name for name in needed if name not in arguments):
+        fix = f"give defaults; the only argument is the target's tokenizer, for a parameter called {ARGUMENT}"
         raise DrafterFileError(f"drafter {str(spec)!r}: {kind.__name__}() lacks the arguments {missing}: {fix}")
     try:
-        drafter: Drafter = kind(**given)
+        drafter: Drafter = kind(**arguments)
     except (Exception, SystemExit) as error:
         fail(spec, path, error, f"{kind.__name__}() raised")
     return drafter
