@@ -73,7 +73,8 @@ def tune(
     remote: ServerTuneOptions,
     output: OutputOptions,
     drafts: Annotated[
-        list[str] | None, typer.Option("--drafts", "-d", help=f"Drafters to try: {DRAFTERS}.", rich_help_panel=MODEL)
+        list[str] | None,
+        typer.Option("--drafts", "-d", help=f"Drafters to try, at least one: {DRAFTERS}.", rich_help_panel=MODEL),
     ] = None,
     more: Annotated[
         list[str] | None, typer.Argument(metavar="DRAFT", help="More drafters to try, as in --drafts A B C.")
