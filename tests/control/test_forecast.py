@@ -83,7 +83,7 @@ def test_drafting_is_off_if_draft_tokens_make_passes_read_more_experts(count: in
     assert of_dense.depth > 1
     assert of_sparse is not None
     assert of_sparse.depth == 0
-    assert forecast_line([of_sparse]).startswith("drafting is not expected to save time, by ")
+    assert forecast_line([of_sparse]).startswith("drafting is not expected to save time (")
     played = list(simulate(calibrated(sparse, 1), sparse, 200, 1))
     assert share_of_best(sparse, played) > 0.95
     assert sum(any(budget.depth for budget in budgets) for budgets in played) < 20
@@ -92,10 +92,10 @@ def test_drafting_is_off_if_draft_tokens_make_passes_read_more_experts(count: in
 def test_forecasts_are_logged_in_one_line_with_their_number_of_draft_tokens() -> None:
     """If few draft tokens make a forecast uncertain, its bounds are given instead of its value."""
     pays, plain = Forecast(1, "", 5, 1.912, 1.8, 2.0, 300), Forecast(32, "", 0, 0.8, 0.7, 0.8, 300)
-    by = "by 300 draft tokens on built-in sample prompts"
-    paying = f"expected speed-up, {by}: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
+    basis = "(estimated from 300 draft tokens on built-in sample prompts)"
+    paying = f"expected speed-up {basis}: ×1.91 at batch 1 (depth 5), plain decoding at batch 32"
     assert forecast_line([pays, plain]) == paying
-    useless = f"drafting is not expected to save time, {by}: ×0.97 at batch 1 at best"
+    useless = f"drafting is not expected to save time {basis}: ×0.97 at batch 1 at best"
     assert forecast_line([Forecast(1, "b", 0, 0.97, 0.95, 1.0, 300), plain]) == useless
     assert str(Forecast(1, "", 8, 2.67, 1.02, 3.4, 9)) == "×1.02 to ×3.40 at batch 1 (depth 8)"
 

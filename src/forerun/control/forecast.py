@@ -114,12 +114,12 @@ def forecasts(costs: CostTable, drafters: MeasuredDrafters, most_rows: int) -> S
 
 def forecast_line(found: Sequence[Forecast]) -> str:
     """Forecasts in one line, for the log."""
-    by = f"by {min(each.num_drafted for each in found)} draft tokens on built-in sample prompts"
+    basis = f"(estimated from {min(each.num_drafted for each in found)} draft tokens on built-in sample prompts)"
     if not any(each.depth for each in found):
-        return f"drafting is not expected to save time, {by}: {max(found, key=lambda each: each.gain)} at best"
+        return f"drafting is not expected to save time {basis}: {max(found, key=lambda each: each.gain)} at best"
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]
     paying = [str(each) for each in found if each.depth]
-    return f"expected speed-up, {by}: {', '.join(paying + plain)}"
+    return f"expected speed-up {basis}: {', '.join(paying + plain)}"
 
 
 @contextmanager
