@@ -182,6 +182,7 @@ REFUSALS: list[tuple[str, dict[str, object], dict[str, Tensor | None], type[Mode
     ("medusa", {"vocab_size": 4096}, {}, UnsupportedModel, "vocab_size is 4096"),
     ("medusa", {"medusa_num_heads": 4}, {}, MissingWeights, "3.0.linear.weight"),
     ("medusa", {"medusa_num_heads": 2}, {}, UnsupportedModel, "2.0.linear.bias does not belong to 2 heads"),
+    ("medusa", {"medusa_num_layers": 10**9}, {}, UnsupportedModel, "medusa_num_layers is 1000000000; .* at most 10000"),
     ("medusa", {"medusa_num_heads": 0}, {}, UnsupportedModel, "medusa_num_heads is 0"),
     ("medusa", {"hydra": True}, {}, MissingWeights, "0.in.weight"),
     ("eagle-3", {"num_hidden_layers": 2}, {}, MissingWeights, "layers.1"),

@@ -247,6 +247,8 @@ FAULTS: list[tuple[str, dict[str, Tensor | None], dict[str, object], type[ModelE
     ("mimo", {}, {NUM: 3}, MissingWeights, "mtp_layers.2"),
     ("mimo", {}, {NUM: 1}, UnsupportedModel, "mtp_layers.1.final_layern"),
     ("qwen", {}, {"mtp_num_hidden_layers": "two"}, UnsupportedModel, "mtp_num_hidden_layers is 'two'"),
+    ("qwen", {}, {"mtp_num_hidden_layers": 10**9}, UnsupportedModel, "is 1000000000; .* at most 10000"),
+    ("mimo", {}, {NUM: 10**9}, UnsupportedModel, "num_nextn_predict_layers is 1000000000; .* at most 10000"),
     ("qwen", {"mtp.fc.weight": MATRIX}, {}, WrongShape, "mtp.fc.weight has shape"),
     ("qwen", {"mtp.hc_head.weight": NORM}, {}, UnsupportedModel, "mtp.hc_head.weight does not belong"),
     ("qwen", {f"mtp.layers.0.{Q_PROJ}.weight": WIDE}, {}, WrongShape, "q_proj"),  # with gates, which no module supports

@@ -19,7 +19,7 @@ from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields
 from forerun.heads.folder import HeadSigns, refuse_sizes
 from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts, infer_target
-from forerun.models.config import ModelConfig
+from forerun.models.config import MOST_LAYERS, ModelConfig
 from forerun.models.projections import Shapes
 
 MOST_HEADS = 16
@@ -53,7 +53,7 @@ class MedusaConfig:
         Raises UnsupportedModel for heads of another target.
         """
         refuse_sizes(fields, target, hidden_size=of.hidden, vocab_size=of.vocab_size)
-        num_blocks = fields.whole(BLOCKS, 1)
+        num_blocks = fields.whole(BLOCKS, 1, most=MOST_LAYERS)
         num_heads = fields.whole(HEADS_KEY, most=MOST_HEADS)
         own_output = OUTPUT.format(0, num_blocks) + WEIGHT in stored
         return cls(num_heads, num_blocks, of.hidden, of.vocab_size, own_output, fields.flag(HYDRA))
@@ -104,7 +104,7 @@ def read_medusa(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     if first is None or first.dim() != 2:
         raise MissingWeights(f"{files.folder} has no tensor {FIRST}: it has no Medusa heads, or not all of them")
     count = 1 + max(int(match[1]) for match in map(TENSOR.fullmatch, files.tensors) if match)
-    num_blocks = fields.whole(BLOCKS, 1)
+    num_blocks = fields.whole(BLOCKS, 1, most=MOST_LAYERS)
     config = {**files.config, "architectures": [ARCHITECTURE], HEADS_KEY: max(count, fields.whole(HEADS_KEY, count))}
     config |= {BLOCKS: num_blocks, "hidden_size": first.shape[0]}
     outputs = files.tensors.get(OUTPUT.format(0, num_blocks) + WEIGHT)

@@ -36,7 +36,7 @@ from forerun.heads.layouts import (
 )
 from forerun.heads.vocabulary import OFFSETS
 from forerun.models.bundled import BUNDLED, TARGET
-from forerun.models.config import ModelConfig, config_of
+from forerun.models.config import MOST_LAYERS, ModelConfig, config_of
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import PACKAGE, QWEN, MtpNaming, find_modules
 from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, layer_tensors
@@ -145,7 +145,8 @@ def module_config(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
 
 def promised_modules(fields: Fields) -> int:
     """The number of modules in config.json; 0 if it has no such field."""
-    return next((fields.whole(key, 0, least=0) for key in COUNT_KEYS if fields.values.get(key) is not None), 0)
+    key = next((key for key in COUNT_KEYS if fields.values.get(key) is not None), COUNT_KEYS[0])
+    return fields.whole(key, 0, least=0, most=MOST_LAYERS)
 
 
 def no_modules(folder: HeadFolder) -> str:
