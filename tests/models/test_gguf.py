@@ -1,12 +1,16 @@
 """A GGUF file is a model like any other: its answers have the bits of the Hugging Face folder that it was made of."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from forerun.models.families import FAMILIES
+from forerun.models.gguf.file import GgufFile
+from forerun.models.gguf.tensors import hugging_face_tensors
 from forerun.models.loading import Blueprint
 from kit.gguf_files import write_gguf, write_rounded
 from models.test_families import (
@@ -109,3 +113,18 @@ def test_a_file_gives_the_bits_of_the_folder_that_it_was_made_of(case: str, numb
         for path in (folder, file)
     )
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("case", "family"), [("llama, tied", "LlamaForCausalLM"), ("gpt-oss", "GptOssForCausalLM")])
+def test_a_weight_in_groups_has_the_numbers_of_the_unpacked_one(case: str, family: str, tmp_path: Path) -> None:
+    """Heads in Hugging Face's order and experts' gates beside their ups included."""
+    num_in_groups = 0
+    _, file = both(case, tmp_path, "Q8_0")
+    for name, tensor in hugging_face_tensors(GgufFile.read(file), FAMILIES[family]).items():
+        parts: Iterable[int | None] = range(tensor.shape[0]) if tensor.transposed else [None]
+        for part in parts if tensor.form is not None else ():
+            groups = tensor.groups(part)
+            assert groups is not None
+            assert torch.equal(groups.dense(), tensor.read() if part is None else tensor.read()[part].T), name
+            num_in_groups += 1
+    assert num_in_groups > 5

@@ -111,9 +111,20 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
     return raw
 
 
+@pytest.mark.parametrize("family", NAMES)
+def test_missing_keys_have_the_defaults_of_the_family(family: str) -> None:
+    optional = {EPS.get(family, "rms_norm_eps"), "rope_theta", "hidden_act", "torch_dtype"}
+    assert_read_alike({key: value for key, value in of_family(family).items() if key not in optional})
+
+
 @given(raw=raw_configs())
 @settings(max_examples=120, deadline=None)
 def test_every_field_is_what_transformers_reads(raw: dict[str, Any]) -> None:
+    assert_read_alike(raw)
+
+
+def assert_read_alike(raw: dict[str, Any]) -> None:
+    """Assert that the configuration has the values that transformers reads."""
     with tempfile.TemporaryDirectory() as name:
         folder = write(Path(name), raw)
         ours, theirs = read_config(folder), AutoConfig.from_pretrained(folder)

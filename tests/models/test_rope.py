@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -55,6 +55,7 @@ def optional(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 THETA = st.sampled_from([500.0, 10_000.0, 1e6])
 ORIGINAL = st.sampled_from([16, 24, 64, POSITIONS])
 FACTOR = st.floats(1.0, 16.0)
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 24}
 ROPES = st.one_of(
     st.fixed_dictionaries({"rope_type": st.just("default"), "rope_theta": THETA}),
     st.fixed_dictionaries({"rope_type": st.sampled_from(["linear", "dynamic"]), "rope_theta": THETA, "factor": FACTOR}),
@@ -88,6 +89,8 @@ ROPES = st.one_of(
 
 
 @given(rope=ROPES, head_dim=st.sampled_from([2, 6, 8, 16, 64, 128]))
+@example(rope=YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}, head_dim=16)
+@example(rope=YARN | {"rope_theta": 500.0, "original_max_position_embeddings": 16_384}, head_dim=16)  # ramps to the end
 @settings(max_examples=200, deadline=None)
 def test_tables_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
     assume(head_dim > 2 or rope["rope_type"] != "dynamic")  # transformers divides by head_dim - 2
