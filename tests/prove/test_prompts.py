@@ -48,6 +48,7 @@ def test_no_more_are_read_than_are_wanted(tmp_path: Path) -> None:
         ('{"turns": []}', '"turns" is \\[\\]'),
         ("[" * 100_000, "not JSON"),
         ('{"turns": [1]}', '"turns" is \\[1\\]'),
+        (r'{"prompt": "a\ud800"}', r'"prompt" is not Unicode \(.* at character 1\)'),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:

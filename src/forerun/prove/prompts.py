@@ -85,4 +85,11 @@ def prompt_of(entry: Mapping[str, Any]) -> str:
         text = text[0]
     if not isinstance(text, str) or not text:
         raise InvalidRequest("prompts", f'"{name}" is {json.dumps(entry[name])[:40]}: it must be a non-empty text')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = (
+            f'"{name}" is not Unicode ({error.reason} at character {error.start}): correct the escape sequence there'
+        )
+        raise InvalidRequest("prompts", problem) from error
     return text
