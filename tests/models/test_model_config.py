@@ -169,6 +169,26 @@ def assert_read_alike(raw: dict[str, Any]) -> None:
     assert again == ours, "transformers writes the same model in another spelling"
 
 
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "attention_multiplier": 0.5, "logits_scaling": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "scales"),
+    [  # of embeddings, of outputs of attention and MLP, of queries beside 1/sqrt(head_dim), and of logits
+        ("llama", {}, (1, 1, 1, 1)),
+        ("granite", GRANITE | {"head_dim": 16}, (12, 0.25, 0.5 * 4, 1 / 8)),
+        ("gemma2", {"head_dim": 12, "query_pre_attn_scalar": 300}, (8, 1, 0.2, 1)),
+        ("cohere2", {"logit_scale": 0.5}, (1, 1, 1, 0.5)),
+    ],
+)
+def test_scales_are_those_of_the_family(
+    family: str, options: dict[str, Any], scales: tuple[float, ...], tmp_path: Path
+) -> None:
+    raw = {key: value for key, value in of_family(family).items() if key != "hidden_act"}
+    read = read_config(write(tmp_path, raw | options))
+    assert (read.embedding_scale, read.residual_scale, read.query_scale, read.logits_scale) == pytest.approx(scales)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "biases"),
     [  # biases of q, k, v; of o; of the MLP: as transformers' modules are built
