@@ -135,6 +135,23 @@ def no_measurement_counts_as_disturbed() -> Generator[None, None, None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def nothing_is_given_up_or_reported_for_want_of_time() -> Generator[None, None, None]:
+    """On a busy machine a command writes lines of progress, and refuses what other processes have not done in time.
+
+    Limits of processor time stay, and a test of one by the clock sets it.
+    """
+    from forerun import progress
+    from forerun.sampling import trial
+    from forerun.text import renderer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "STAGE_S", 1e6)
+        patch.setattr(trial, "PATIENCE_S", 300.0)
+        patch.setattr(renderer, "PATIENCE", 1000.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def folders_of_gguf_files_are_thrown_away(tmp_path_factory: pytest.TempPathFactory) -> Generator[None, None, None]:
     """Folders that stand for GGUF files are made in a cache of this run's, so that `forerun models` lists no tests.
 

@@ -75,11 +75,13 @@ def test_cancelling_many_requests_takes_the_same_work_per_request_as_cancelling_
     lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some run, most wait: tasks that are cancelled during a round are all removed before the next one."""
-    rounds, held, go_on, honest = [], threading.Event(), threading.Event(), Engine.step
+    rounds, honest = [], Engine.step
+    held, begun, go_on = threading.Event(), threading.Event(), threading.Event()
 
     def step(engine: Engine) -> object:
         rounds.append(len(engine.sequences))
         if held.is_set():
+            begun.set()
             assert go_on.wait(PATIENCE_S)
         return honest(engine)
 
@@ -89,15 +91,14 @@ def test_cancelling_many_requests_takes_the_same_work_per_request_as_cancelling_
             while len(llm.engine.sequences) < number:
                 await asyncio.sleep(0.01)
             held.set()
-            num_before = len(rounds)
-            while len(rounds) == num_before:
-                await asyncio.sleep(0.001)
+            assert await asyncio.to_thread(begun.wait, PATIENCE_S)
             with counted(lines):
                 for task in reversed(tasks):
                     task.cancel()
                 await asyncio.wait(tasks)
                 rounds.clear()
                 held.clear()
+                begun.clear()
                 go_on.set()
                 while llm.engine.has_work:
                     await asyncio.sleep(0.001)

@@ -59,9 +59,15 @@ def test_cores_of_others_are_left_to_them(system: FakeSystem) -> None:
     assert system.run([0.3, 0, 0, 0, 0, 0], own_cores=3.7) == 4
 
 
-def test_this_processes_own_load_other_cores_and_low_priority_programs_count_as_free(system: FakeSystem) -> None:
-    assert system.run([0, 0, 0, 0, 1, 1], own_cores=4) == 4
-    assert system.run([0, 0, 0, 0, 0, 0], own_cores=0, niced=3) == 4
+def test_this_processes_own_load_other_cores_and_low_priority_programs_count_as_free(
+    system: FakeSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Low priority is one that is lower than this process's."""
+    for nice, num_free in ((0, 4), (5, 1)):
+        monkeypatch.setattr(os, "nice", lambda _, nice=nice: nice)
+        system.run([0, 0, 0, 0, 0, 0], own_cores=0, wall_s=30)
+        assert system.run([0, 0, 0, 0, 1, 1], own_cores=4) == 4
+        assert system.run([0, 0, 0, 0, 0, 0], own_cores=0, niced=3) == num_free
 
 
 def test_a_measured_load_is_used_for_a_while_and_then_measured_again(system: FakeSystem) -> None:

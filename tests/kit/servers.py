@@ -58,6 +58,19 @@ class Running:
     def llm(self) -> LLM:
         return self.server.service.llm
 
+    def look(self, function: Callable[[], Any]) -> Any:
+        """What a function returns in the server's event loop, where connections do not change meanwhile."""
+
+        async def call() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.server.loop).result(PATIENCE_S)
+
+    @property
+    def num_busy(self) -> int:
+        """Connections whose answer is not completely sent."""
+        return int(self.look(lambda: self.server.connections.num_busy))
+
     def client(self, key: str = "none", **options: Any) -> Any:
         """OpenAI's client, without retries, which would hide errors."""
         options.setdefault("max_retries", 0)
@@ -111,15 +124,33 @@ def expected() -> str:
     return library_answer(OK).outputs[0].text
 
 
-def slow_rounds(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every round take `seconds` longer."""
-    honest = Engine.round
+class Paced:
+    """Engines whose rounds wait to be let through, one by one, once they are held."""
 
-    def slow(engine: Engine, plan: RoundPlan) -> object:
-        time.sleep(seconds)
-        return honest(engine, plan)
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.passes, self.held, self.num_rounds = threading.Semaphore(0), False, 0
+        honest = Engine.round
 
-    patch.setattr(Engine, "round", slow)
+        def one(engine: Engine, plan: RoundPlan) -> object:
+            if self.held:
+                assert self.passes.acquire(timeout=PATIENCE_S)
+            self.num_rounds += 1
+            return honest(engine, plan)
+
+        patch.setattr(Engine, "round", one)
+
+    def hold(self, num_rounds: int = 0) -> None:
+        """Let so many rounds through, and hold the next ones."""
+        self.passes, self.held = threading.Semaphore(num_rounds), True
+
+    def let_go(self) -> None:
+        self.held = False
+        self.passes.release(1000)
+
+    def let_go_when(self, condition: Callable[[], object]) -> None:
+        """Let the rounds go on once a condition holds: no request can end before that."""
+        until(condition)
+        self.let_go()
 
 
 def head(path: str, length: int, *more: str, method: str = "POST") -> bytes:

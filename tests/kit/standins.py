@@ -2,12 +2,13 @@
 
 A stand-in speaks the lists of models, log-probabilities, counters and timings of its engine as that engine writes them.
 Its model is a table over a dozen words, so its law is known. It runs speculative sampling itself, by one of several
-rules, of which only the first is exact. It sleeps for the time of each round.
+rules, of which only the first is exact. It sleeps for the time of each round, or puts a clock forward.
 """
 
 import json
 import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from typing import Any, Literal
 import numpy as np
 import prometheus_client
 from typing_extensions import override
+
+from kit.round_clock import RoundClock
 
 WORDS = tuple(f" {letter}" for letter in "abcdefghijkl")
 DialectName = Literal["forerun", "vllm", "sglang", "llamacpp", "other"]
@@ -118,6 +121,7 @@ class StandIn:
     cost: float = 1.0
     crowd: float = 0.0
     counted: bool = True
+    clock: RoundClock | None = None
     ends: int | None = None
     url: str = ""
     num_drafts: int = 0
@@ -156,9 +160,13 @@ class StandIn:
             yield found
 
     def wait(self, depth: int) -> None:
-        """Sleep for the time of a round."""
+        """Let the time of a round pass."""
         if self.round_s:
-            time.sleep(self.round_s * (self.cost if depth else 1.0) * (1 + self.crowd * (self.active - 1)))
+            round_s = self.round_s * (self.cost if depth else 1.0) * (1 + self.crowd * (self.active - 1))
+            if self.clock is None:
+                time.sleep(round_s)
+            else:
+                self.clock.put_forward(round_s / max(1, self.active))
 
     def count(self, found: Round) -> None:
         """Count the drafted and accepted words of a round."""
@@ -265,6 +273,12 @@ class Listening(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has left: standard error is that of the command."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class Answering(BaseHTTPRequestHandler):
     """The HTTP of a stand-in."""
@@ -360,6 +374,8 @@ class Answering(BaseHTTPRequestHandler):
 
     def event(self, body: object) -> None:
         """One event."""
+        if self.server_of.clock is not None:
+            self.server_of.clock.wrote()
         self.wfile.write(b"data: " + json.dumps(body).encode() + b"\n\n")
         self.wfile.flush()
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -34,7 +35,10 @@ def test_an_environment_without_the_address_of_rank_0_is_refused(lacks: dict[str
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="this system does not list what a process has open")
 def test_ranks_that_cannot_start_leave_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def memories() -> list[str]:
-        files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        files = list[str]()
+        for each in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # another thread has closed it
+                files.append(os.readlink(each))
         return [name for name in files if "forerun-ranks" in name]
 
     monkeypatch.setattr(launch, "WORKER", "forerun.no_such_module")

@@ -1,7 +1,6 @@
 """`forerun prove --server` from end to end, on stand-ins of other engines: exact ones hold, and faults are found."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 from typer.testing import Result
 
 from kit.command import command, refusal
+from kit.round_clock import RoundClock
 from kit.standins import DialectName, StandIn, ToyModel
 
 PROMPTS = ["first", "second", "third of all", "and another one", "some text", "more of it"]
@@ -147,30 +147,37 @@ def test_fewer_log_probabilities_do_where_there_are_no_more(prompts: Path) -> No
     assert json.loads(result.stdout)["most_likely"] == 5
 
 
-def test_a_slow_server_is_judged_in_time_by_what_it_answered(prompts: Path) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> RoundClock:
+    """The time of the servers' rounds is the only one that passes."""
+    clock = RoundClock(monkeypatch)
+    clock.of_timeouts(monkeypatch)
+    return clock
+
+
+def test_a_slow_server_is_judged_in_time_by_what_it_answered(prompts: Path, clock: RoundClock) -> None:
     """Rounds of 7 ms: all that is asked for would take minutes."""
-    started_s = time.monotonic()
-    with pair(StandIn("vllm", MODEL, depth=3, round_s=0.007), round_s=0.007) as servers:
-        result = prove(prompts, *servers, "--time-limit", "4", "--json", num_texts=20000)
-    assert time.monotonic() - started_s < 20
+    with pair(StandIn("vllm", MODEL, depth=3, round_s=0.007, clock=clock), round_s=0.007, clock=clock) as servers:
+        result = prove(prompts, *servers, "--time-limit", "3.6", "--json", num_texts=20000)
+    assert clock.now_s < 20
     found = json.loads(result.stdout)
     equality, (law,) = found["equality"], found["laws"]
     assert 0 < equality["num_prompts"] < equality["num_asked"] == 6
     assert equality["num_answers"] == 2 * equality["num_prompts"]
     assert law["num_texts"] < law["num_asked"] == 20000
     assert found["faulty"] is False
-    assert any("4 seconds did not suffice" in sentence for sentence in found["undecided"])
+    assert any("3.6 seconds did not suffice" in sentence for sentence in found["undecided"])
 
 
-def test_a_server_that_answers_nothing_in_time_is_undecided(prompts: Path) -> None:
-    with pair(StandIn("vllm", MODEL, depth=3, round_s=0.2), round_s=0.2) as servers:
+def test_a_server_that_answers_nothing_in_time_is_undecided(prompts: Path, clock: RoundClock) -> None:
+    with pair(StandIn("vllm", MODEL, depth=3, round_s=0.2, clock=clock), round_s=0.2, clock=clock) as servers:
         result = prove(prompts, *servers, "--time-limit", "2")
     assert result.exit_code == 1, result.output
     output = " ".join(result.stdout.split())
     assert "no prompt was answered in time by both servers" in output
     assert "UNDECIDED: 2 seconds did not suffice for the answers at temperature 0" in output
     assert "the same answers" not in output
-    with pair(StandIn("vllm", MODEL, depth=3, round_s=2.0), round_s=2.0) as servers:
+    with pair(StandIn("vllm", MODEL, depth=3, round_s=2.0, clock=clock), round_s=2.0, clock=clock) as servers:
         assert "did not answer in time: allow more seconds" in refusal(
             "prove", "--prompts", str(prompts), *servers, "--time-limit", "1"
         )

@@ -11,6 +11,7 @@ from forerun import cli, machine
 from forerun.machine import Neighbours
 from forerun.remote import measure
 from kit.command import command, refusal
+from kit.round_clock import RoundClock
 from kit.standins import DialectName, StandIn, ToyModel
 
 ROUND_S, DEPTH = 0.004, 3
@@ -26,14 +27,21 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "Neighbours", quiet)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> RoundClock:
+    """The time of the servers' rounds is the only one that passes."""
+    return RoundClock(monkeypatch)
+
+
 def tune(*more: str) -> Result:
     return command("tune", *more, "--num-prompts", "4", "--repeats", "2", "-n", "32", COLUMNS="160")
 
 
-def measured(dialect: DialectName, *more: str, **options: Any) -> tuple[dict[str, Any], StandIn]:
+def measured(dialect: DialectName, clock: RoundClock, *more: str, **options: Any) -> tuple[dict[str, Any], StandIn]:
     """What is found of a stand-in that speculates, against one that does not."""
-    settings = {"round_s": ROUND_S, "cost": 1.2, **options}
-    server, plain = StandIn(dialect, MODEL, depth=DEPTH, **settings), StandIn(dialect, MODEL, round_s=ROUND_S)
+    timed: dict[str, Any] = {"round_s": ROUND_S, "clock": clock}
+    server = StandIn(dialect, MODEL, depth=DEPTH, **{**timed, "cost": 1.2, **options})
+    plain = StandIn(dialect, MODEL, **timed)
     with server.running(), plain.running():
         result = tune("--server", server.url, "--against", plain.url, "--json", *more)
     assert result.exit_code == 0, result.output
@@ -42,8 +50,8 @@ def measured(dialect: DialectName, *more: str, **options: Any) -> tuple[dict[str
 
 @pytest.mark.short("llamacpp")
 @pytest.mark.parametrize("dialect", ["vllm", "llamacpp", "sglang"])
-def test_every_dialects_counters_are_read_and_the_speed_up_is_measured(dialect: DialectName) -> None:
-    found, server = measured(dialect, "--clients", "1")
+def test_every_dialects_counters_are_read_and_the_speed_up_is_measured(dialect: DialectName, clock: RoundClock) -> None:
+    found, server = measured(dialect, clock, "--clients", "1")
     (cell,) = found["cells"]
     seen = cell["speculating"]["acceptance"]
     tokens = (server.num_accepted + server.num_rounds) / server.num_rounds
@@ -70,8 +78,8 @@ def test_loads_at_which_it_is_slower_are_named_with_the_setting() -> None:
     assert "answers    " in result.stdout
 
 
-def test_with_one_server_the_report_names_what_is_unknown() -> None:
-    with StandIn("llamacpp", MODEL, depth=DEPTH, round_s=ROUND_S).running() as server:
+def test_with_one_server_the_report_names_what_is_unknown(clock: RoundClock) -> None:
+    with StandIn("llamacpp", MODEL, depth=DEPTH, round_s=ROUND_S, clock=clock).running() as server:
         result = tune("--server", server.url, "--clients", "1")
     assert result.exit_code == 0, result.output
     assert "times as fast as plain decoding" in result.stdout
@@ -81,8 +89,8 @@ def test_with_one_server_the_report_names_what_is_unknown() -> None:
     assert "the speed-up: name a server of the same model without speculation with --against URL" in result.stdout
 
 
-def test_a_server_of_foreruns_is_measured_against_itself_at_depths_that_requests_ask_for() -> None:
-    with StandIn("forerun", MODEL, depth=DEPTH, round_s=ROUND_S, cost=1.2).running() as server:
+def test_a_server_of_foreruns_is_measured_against_itself_at_depths_that_requests_ask_for(clock: RoundClock) -> None:
+    with StandIn("forerun", MODEL, depth=DEPTH, round_s=ROUND_S, cost=1.2, clock=clock).running() as server:
         result = tune("--server", server.url, "--clients", "1", "--depths", "1,2", "--json")
         assert {body.get("speculation") for body in server.bodies} == {None, False, 1, 2}
     assert result.exit_code == 0, result.output
@@ -94,9 +102,9 @@ def test_a_server_of_foreruns_is_measured_against_itself_at_depths_that_requests
     assert cell["speed_up"]["median"] > 1
 
 
-def test_with_a_time_limit_no_repetition_begins_that_may_not_end_in_time() -> None:
+def test_with_a_time_limit_no_repetition_begins_that_may_not_end_in_time(clock: RoundClock) -> None:
     """Rounds of 20 ms: a repetition takes about 2 seconds, a hundred of them minutes."""
-    with StandIn("forerun", MODEL, depth=DEPTH, round_s=0.02).running() as server:
+    with StandIn("forerun", MODEL, depth=DEPTH, round_s=0.02, clock=clock).running() as server:
         more = ("--clients", "4,2", "--depths", "2", "--time-limit", "1", "--repeats", "100", "--json")
         fixed = ["--num-prompts", "4", "-n", "16"]
         result = CliRunner().invoke(
@@ -107,14 +115,14 @@ def test_with_a_time_limit_no_repetition_begins_that_may_not_end_in_time() -> No
 
 
 @pytest.mark.full
-def test_without_counters_the_speed_up_is_all_that_is_known() -> None:
-    found, _ = measured("vllm", "--clients", "1", counted=False)
+def test_without_counters_the_speed_up_is_all_that_is_known(clock: RoundClock) -> None:
+    found, _ = measured("vllm", clock, "--clients", "1", counted=False)
     (cell,) = found["cells"]
     assert cell["speed_up"]["median"] > 1
     assert cell["speculating"]["acceptance"] is None
     assert cell["by_depth"] == []
     assert any("does not report its draft tokens" in sentence for sentence in found["unknown"])
-    timed, server = measured("llamacpp", "--clients", "1", counted=False)
+    timed, server = measured("llamacpp", clock, "--clients", "1", counted=False)
     seen = timed["cells"][0]["speculating"]["acceptance"]
     assert seen["acceptance_rate"] == pytest.approx(server.num_accepted / server.num_drafted, rel=0.2)
     assert any("start llama-server with --metrics" in sentence for sentence in timed["unknown"])

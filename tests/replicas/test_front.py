@@ -12,7 +12,7 @@ from forerun.accept.delta import Delta
 from forerun.errors import OutOfMemory
 from forerun.llm import LLM
 from forerun.replicas.replica import ReplicaNews
-from kit.servers import OK, events_of, expected, library_answer, until
+from kit.servers import OK, Paced, events_of, expected, library_answer, until
 from replicas.conversations import known_share
 from replicas.local import LocalReplicas, replicated
 
@@ -149,14 +149,17 @@ def test_metrics_of_all_replicas_are_on_one_page(server: Served) -> None:
     )
 
 
-def test_a_client_that_leaves_is_cancelled_in_the_replica(server: Served) -> None:
+def test_a_client_that_leaves_is_cancelled_in_the_replica(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     running, replicas = server
+    llms, paced = [each.llm for each in replicas.there.values()], Paced(monkeypatch)
+    paced.hold(5)
     with (
         running.http() as http,
         http.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 400, "stream": True}),
     ):
-        until(lambda: any(each.llm.engine.has_work for each in replicas.there.values()))
-    until(lambda: not any(each.llm.engine.has_work for each in replicas.there.values()))
+        until(lambda: any(llm.engine.has_work for llm in llms))
+    paced.let_go_when(lambda: any(llm.driver.jobs for llm in llms) or not any(llm.engine.has_work for llm in llms))
+    until(lambda: not any(llm.engine.has_work for llm in llms))
 
 
 def test_it_is_not_ready_while_no_replica_runs(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

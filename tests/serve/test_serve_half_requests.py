@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.serve import connections, uploads
+from forerun.serve.connections import Phase
 from forerun.serve.problems import ApiError
 from forerun.serve.uploads import MOST_AT_ONCE, Upload, Uploads
+from kit.engines import PATIENCE_S
 from kit.servers import OK, Running, drafting, ended, expected, head, posted, running, serving, until
 from serve.test_serve_load import certificate_at
 
@@ -48,17 +50,21 @@ def test_incomplete_bodies_take_no_place_in_the_queue(server: Running) -> None:
 @pytest.mark.parametrize("first", [b"", b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["first", "second"])
 def test_incomplete_heads_time_out(server: Running, sent: bytes, first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """However steadily their bytes come, and also behind an answer, where uvicorn itself waits for ever."""
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
     began_s = time.monotonic()
-    with server.raw(first + sent) as sock:
+    with server.raw(first) as sock:
         found = bytearray()
+        while first and not found.endswith(b'{"status":"ok"}'):
+            found += sock.recv(1 << 16)
+        monkeypatch.setattr(connections, "HEAD_S", 0.2)
+        with suppress(OSError):
+            sock.sendall(sent)
         reader = threading.Thread(target=lambda: found.extend(ended(sock)))
         reader.start()
         while reader.is_alive():
             with suppress(OSError):
                 sock.sendall(sent[-1:])
             time.sleep(0.01)
-            assert time.monotonic() - began_s < 10
+            assert time.monotonic() - began_s < PATIENCE_S
     assert time.monotonic() - began_s >= 0.15
     assert (b'{"status":"ok"}' in found) == bool(first)
     assert text(server) == expected()
@@ -67,18 +73,18 @@ def test_incomplete_heads_time_out(server: Running, sent: bytes, first: bytes, m
 @pytest.mark.parametrize("key", ["", "unknown"], ids=["let in", "refused"])
 def test_a_slowly_sent_body_times_out(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that was refused from its head, the rest of which is not read."""
-    monkeypatch.setattr(connections, "BODY_S", 0.2)
-    monkeypatch.setattr(connections, "GRACE_S", 0.1)
     (tmp_path / "keys").write_text("known")
     with drafting() as llm, running(llm, api_keys=tmp_path / "keys" if key else None) as server:
         server.server.service.uploads.most_s = 0.2
-        with server.raw(head("/v1/completions", 500, f"Authorization: Bearer {key}") + b"{") as sock:
+        length = 100 * PATIENCE_S  # a drip takes longer than any wait of a test
+        with server.raw(head("/v1/completions", length, f"Authorization: Bearer {key}") + b"{") as sock:
             assert status_of(sock) == (401 if key else 408)
+            monkeypatch.setattr(connections, "BODY_S", 0.2)
+            monkeypatch.setattr(connections, "GRACE_S", 0.1)
             with pytest.raises(OSError, match=r"Broken pipe|reset"):  # noqa: PT012 - it is written until that fails
-                for _ in range(499):
+                for _ in range(length - 1):
                     sock.sendall(b" ")
                     time.sleep(0.01)
-    # 5 s later a drip would have been through
 
 
 def test_bodies_being_received_have_bounded_memory_and_the_oldest_is_dropped(server: Running) -> None:
@@ -157,15 +163,26 @@ def test_a_drain_refuses_bodies_that_are_on_their_way() -> None:
     assert b'"shutting_down"' in answer
 
 
+def waiting(server: Running) -> list[tuple[int, bool]]:
+    """The ports of the clients of all connections, and whether each is to send a body."""
+    port = lambda each: each.transport.get_extra_info("peername")[1]  # noqa: E731
+    by_phase = server.server.connections.by_phase
+    return server.look(lambda: [(port(each), phase is Phase.BODY) for phase in Phase for each in by_phase[phase]])
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /", head("/v1/completions", 99)], ids=["nothing", "head", "body"])
 def test_too_many_connections_close_the_longest_waiting_one(server: Running, sent: bytes) -> None:
     all_of_them = server.server.connections
     before, all_of_them.most = all_of_them.most, 20
     try:
         with ExitStack() as stack:
-            socks = [stack.enter_context(server.raw(sent)) for _ in range(60)]
+            socks = []
+            for _ in range(60):  # each is there before the next one comes
+                socks.append(stack.enter_context(server.raw(sent)))
+                newest = socks[-1].getsockname()[1], b"Length" in sent
+                until(lambda newest=newest: newest in waiting(server))
             assert text(server) == expected()
-            until(lambda: sum(map(len, all_of_them.by_phase.values())) <= 20)
+            until(lambda: len(waiting(server)) <= 20)
             for sock in socks[:40]:
                 assert ended(sock) == b""
             socks[-1].settimeout(0.05)

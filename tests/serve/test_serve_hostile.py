@@ -23,7 +23,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.renderer import Renderer
 from forerun.text.tokenizer import Tokenizer
 from kit.engines import PATIENCE_S, plain
-from kit.servers import ENDLESS, TEMPLATE, drafting, running, slow_rounds, until
+from kit.servers import ENDLESS, TEMPLATE, Paced, drafting, running, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE}
 SETTINGS = ServeSettings(trust_request_templates=True)
@@ -163,22 +163,27 @@ def test_deeply_nested_values_in_an_answer_are_no_server_error() -> None:
 
 @pytest.mark.parametrize(("num_signals", "stream"), [(1, False), (1, True), (2, False)])
 def test_the_log_of_a_shutdown_is_right_and_short(
-    num_signals: int, stream: bool, caplog: pytest.LogCaptureFixture
+    paced: Paced, num_signals: int, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Answers that are cut off are not logged as answered, and the reason for closing the engine is logged."""
+    begun = list[int]()
 
     def ask() -> Any:
-        with suppress(httpx.HTTPError):
-            return server.post("/v1/completions", **ENDLESS, stream=stream)
+        with suppress(httpx.HTTPError), server.http() as http:
+            with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": stream}) as answer:
+                begun.append(answer.status_code)
+                answer.read()
+            return answer
         return None
 
-    with pytest.MonkeyPatch.context() as patch, drafting() as llm, ThreadPoolExecutor(3) as pool:
-        slow_rounds(patch, 0.02)
+    with drafting() as llm, ThreadPoolExecutor(3) as pool:
+        paced.hold(8)  # rounds: all three are in the engine, and none is at its end
         with caplog.at_level("INFO"), running(llm, drain_s=0.3 if num_signals == 1 else 60.0) as server:
             asked = [pool.submit(ask) for _ in range(3)]
-            until(lambda: len(llm.engine.sequences) == 3)
+            until(lambda: len(llm.engine.sequences) == 3 and (len(begun) == 3 or not stream))
             for _ in range(num_signals):
                 server.server.handle_exit(signal.SIGTERM, None)
+            paced.let_go_when(lambda: server.server.service.front.closing)
         answers = [each.result() for each in asked]
     if num_signals == 1:
         assert [each.status_code for each in answers] == [200 if stream else 503] * 3

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from forerun.serve import connections, service, uploads
 from forerun.serve.uploads import SerialRunner
+from kit.engines import PATIENCE_S
 from kit.servers import OK, drafting, expected, head, posted, running, until
 from serve.test_serve_half_requests import status_of, text
 
@@ -50,13 +51,13 @@ def test_a_task_without_its_client_keeps_its_turn_and_one_that_waits_is_not_run(
     monkeypatch.setattr(uploads, "PAUSE", 0.0)
 
     async def work() -> list[str]:
-        tasks, ends, done = SerialRunner(), threading.Event(), list[str]()
-        first = asyncio.create_task(tasks.run(lambda: (ends.wait(5), done.append("first"))))
+        tasks, begun, ends, done = SerialRunner(), threading.Event(), threading.Event(), list[str]()
+        first = asyncio.create_task(tasks.run(lambda: (begun.set(), ends.wait(PATIENCE_S), done.append("first"))))
         others = [asyncio.create_task(tasks.run(lambda name=name: done.append(name))) for name in ("gone", "last")]
-        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
         first.cancel()
         others[0].cancel()
-        await asyncio.sleep(0.01)
+        await asyncio.wait([first, others[0]])
         assert not done
         ends.set()
         await others[1]
@@ -77,7 +78,7 @@ def test_short_bodies_are_answered_while_long_ones_are_read_one_at_a_time(
         with lock:
             inside[0] += 1
             inside[1] = max(inside)
-        passes.wait(5)
+        passes.wait(PATIENCE_S)
         try:
             return honest(body, *others)
         finally:

@@ -19,7 +19,7 @@ from forerun.serve.envelope import ACCESS
 from forerun.serve.records import LogFormat, log_to_stderr
 from forerun.streams import show_warnings
 from kit.checkpoints import ROOT, SMALL, TARGET
-from kit.servers import Running, drafting, running, until
+from kit.servers import Paced, Running, drafting, running, until
 
 OK = {"prompt": "Once upon a time", "max_tokens": 30, "seed": 1}
 BOARD = json.loads((ROOT / "contrib" / "grafana.json").read_text(encoding="utf-8"))
@@ -32,6 +32,17 @@ def metrics_of(server: Running) -> dict[str, float]:
     with server.http() as http:
         text = http.get("/metrics").text
     return {f"{name}{{{labels}}}" if labels else name: float(value) for name, labels, value in LINE.findall(text)}
+
+
+def leave_early(server: Running, paced: Paced, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """A client that leaves a stream after its first event; the stream cannot end before the server knows of that."""
+    paced.hold(5)
+    stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
+    next(stream)
+    meanwhile()
+    stream.close()
+    paced.let_go_when(lambda: server.llm.driver.jobs or not server.llm.engine.has_work)
+    until(lambda: not server.server.service.gate.num_in)
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +91,14 @@ def test_draft_tokens_are_counted_by_sample_position_round_and_drafter(server: R
         assert sum(by_drafter) == getattr(stats, name)
 
 
-def test_metrics_report_planned_memory_and_cache_usage(server: Running) -> None:
-    counts, plan = metrics_of(server), server.llm.plan
+def test_metrics_report_planned_memory_and_cache_usage(server: Running, paced: Paced) -> None:
+    counts, plan, usages = metrics_of(server), server.llm.plan, list[float]()
     of = {name: value for name, value in counts.items() if name.startswith("forerun:memory_bytes")}
     assert sum(of.values()) == plan.num_bytes
     assert counts['forerun:memory_bytes{of="weights"}'] == plan.weights_bytes
     assert len(of) == 3, "weights, and the caches of the target and of the draft model"
-    stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
-    next(stream)
-    assert 0 < metrics_of(server)["forerun:kv_cache_usage_perc"] <= 1
-    stream.close()
-    until(lambda: not server.server.service.gate.num_open.total())
+    leave_early(server, paced, lambda: usages.append(metrics_of(server)["forerun:kv_cache_usage_perc"]))
+    assert 0 < usages[0] <= 1
 
 
 def test_cached_prompt_tokens_are_in_the_usage_and_do_not_count_as_used_cache(server: Running) -> None:
@@ -166,15 +174,12 @@ def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 
 @pytest.mark.short("json")
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_a_request_is_a_line_without_its_text(written: Callable[[], str], form: LogFormat) -> None:
+def test_a_request_is_a_line_without_its_text(written: Callable[[], str], paced: Paced, form: LogFormat) -> None:
     log_to_stderr(form, access=True)
     with drafting() as llm, running(llm) as server:
         with server.http(headers={"x-session-id": "a talk"}) as http:
             answer = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish", "n": 2}).json()
-        stream = server.client().completions.create(model="stories", **{**OK, "max_tokens": 400}, stream=True)
-        next(stream)
-        stream.close()
-        until(lambda: not server.server.service.gate.num_open.total())
+        leave_early(server, paced)
         assert server.post("/v1/completions", **OK, temprature=1).status_code == 400
     text = written()
     assert "Zebrafish" not in text
@@ -243,7 +248,7 @@ def test_a_warning_of_the_engine_has_a_time_in_text_too(written: Callable[[], st
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \S+ WARNING forerun\.engine: slow for 2 reasons\n", written())
 
 
-def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_a_trace_below_the_caller_s(paced: Paced, monkeypatch: pytest.MonkeyPatch) -> None:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from forerun.serve.records import SpanSink
@@ -255,10 +260,7 @@ def test_a_request_is_a_trace_below_the_caller_s(monkeypatch: pytest.MonkeyPatch
         with server.http(headers={"traceparent": caller}) as http:
             usage = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish"}).json()["usage"]
         server.post("/v1/completions", **OK)
-        stream = server.client().completions.create(model="stories", **OK | {"max_tokens": 400}, stream=True)
-        next(stream)
-        stream.close()
-        until(lambda: not server.server.service.gate.num_in)
+        leave_early(server, paced)
         server.server.service.spans.provider.force_flush()
         spans = in_memory.get_finished_spans()
     first, second, left = (span for span in spans if span.name == "llm_request")

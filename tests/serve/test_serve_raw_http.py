@@ -167,7 +167,7 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(server: Running, caplog: py
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 415")
         sock.sendall(b"cdefgh")
         ended(sock)
-    until(lambda: not server.server.connections.num_busy)
+    until(lambda: not server.num_busy)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 

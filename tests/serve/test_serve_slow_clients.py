@@ -29,14 +29,15 @@ def unread(server: Running, stream: bool, **body: Any) -> socket.socket:
     num_before = server.llm.stats.num_emitted
     sock = server.raw(posted("/v1/completions", {**MUCH, **body, "stream": stream}), SMALL_BUFFER)
     until(lambda: server.llm.stats.num_emitted > num_before and not server.llm.engine.has_work)
-    until(lambda: any(each.transport.get_write_buffer_size() for each in server.server.connections))
+    unsent = lambda: sum(each.transport.get_write_buffer_size() for each in server.server.connections)  # noqa: E731
+    until(lambda: server.look(unsent))
     return sock
 
 
 def quiet(server: Running) -> bool:
     """Whether nothing is left of any request."""
     gate = server.server.service.gate
-    return not (gate.num_in + gate.held.total() + server.server.connections.num_busy)
+    return not (gate.num_in + gate.held.total() + server.num_busy)
 
 
 def test_a_client_that_does_not_read_holds_no_place_in_batch_or_queue(
@@ -121,19 +122,19 @@ def test_the_time_of_a_request_counts_sending(stream: bool, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("stream", "drain_s"), [(True, 0.0), (False, 0.3)], ids=["stream", "whole"])
 def test_a_drain_cuts_off_clients_that_do_not_read(
-    stream: bool, drain_s: float, caplog: pytest.LogCaptureFixture
+    stream: bool, drain_s: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing else would: the server waits longer than a test for clients to read."""
+    monkeypatch.setattr(connections, "WRITE_S", LONG_S)
     with caplog.at_level(logging.INFO), drafting() as llm:
         with running(llm, drain_s=drain_s) as server:
             sock = unread(server, stream)
-            began_s = time.monotonic()
-        assert time.monotonic() - began_s < drain_s + 10
         ended(sock)
     assert f"1 unfinished answers are cut off after {drain_s:g} s." in caplog.messages
     assert not [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
 
 
-@pytest.mark.parametrize("drain_s", [0.0, 30.0])
+@pytest.mark.parametrize("drain_s", [0.0, LONG_S])
 def test_a_drain_waits_only_for_open_requests(drain_s: float, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.INFO),
@@ -143,10 +144,8 @@ def test_a_drain_waits_only_for_open_requests(drain_s: float, caplog: pytest.Log
     ):
         assert http.post("/v1/completions", json=OK).status_code == 200
         until(lambda: quiet(server))
-        began_s = time.monotonic()
         server.server.loop.call_soon_threadsafe(server.server.drain)
         until(lambda: server.server.should_exit)
-    assert time.monotonic() - began_s < 10
     assert "All requests are answered; the server exits." in caplog.messages
 
 
@@ -177,7 +176,7 @@ def test_a_second_signal_cuts_off_clients_without_a_traceback(caplog: pytest.Log
 def test_slow_readers_of_other_addresses_are_cut_off_too(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 40
     with server.raw(ask, SMALL_BUFFER):
-        until(lambda: server.server.connections.num_busy)
+        until(lambda: server.num_busy)
         monkeypatch.setattr(connections, "WRITE_S", 0.1)
         until(lambda: quiet(server))
     with server.http() as http:
@@ -197,7 +196,7 @@ def test_a_client_that_reads_nothing_over_tls_is_cut_off(
         wrapped = verify.wrap_socket(sock, server_hostname="127.0.0.1")
         wrapped.sendall(posted("/v1/completions", much))
         until(lambda: llm.stats.num_emitted and not llm.engine.has_work)
-        until(lambda: server.server.connections.num_busy)
+        until(lambda: server.num_busy)
         monkeypatch.setattr(connections, "WRITE_S", 0.1)
         until(lambda: not server.server.server_state.connections)
         assert quiet(server)

@@ -18,6 +18,7 @@ from draft import vocabularies
 from forerun.errors import InvalidRequest, PromptTooLong, TokenizerError
 from forerun.text.tokenizer import LONG_TEXT, Tokenizer
 from kit.checkpoints import DATA, SMALL, TARGET
+from kit.servers import until
 
 CORPUS = [
     "the naïve café costs 3 €, 你好世界, 今日は, Привет 👩‍👩‍👧‍👦 🎉🇩🇪 e\u0301 a\u0308\u0323 \u200d x",
@@ -262,7 +263,15 @@ def test_a_long_text_has_the_ids_of_a_text_by_itself(text: str, special: bool) -
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """More than once, in one of many attempts: on a busy machine a thread may wait for its turn."""
     tokenizer, text, ticks, ended = stories(), "Once upon a time " * 20_000, list[float](), threading.Event()
+
+    def ticks_meanwhile() -> int:
+        began_s = time.perf_counter()
+        encoding = tokenizer._encoding(text, add_special_tokens=False)
+        ended_s = time.perf_counter()
+        assert len(encoding.ids) > 20_000
+        return sum(began_s < each < ended_s for each in ticks)
 
     def tick() -> None:
         while not ended.wait(0.001):
@@ -270,13 +279,11 @@ def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
 
     thread = threading.Thread(target=tick)
     thread.start()
-    began_s = time.perf_counter()
-    encoding = tokenizer._encoding(text, add_special_tokens=False)
-    ended_s = time.perf_counter()
-    ended.set()
-    thread.join()
-    assert len(encoding.ids) > 20_000
-    assert sum(began_s < each < ended_s for each in ticks) > 3
+    try:
+        until(lambda: ticks_meanwhile() > 3)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_an_empty_text_is_the_bos_token() -> None:
