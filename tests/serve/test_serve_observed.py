@@ -181,13 +181,14 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], paced:
             answer = http.post("/v1/completions", json={**OK, "prompt": "Zebrafish", "n": 2}).json()
         leave_early(server, paced)
         assert server.post("/v1/completions", **OK, temprature=1).status_code == 400
+        assert server.post("/v1/completions", **OK, logit_bias={"Zebrafish": 1}).status_code == 400
     text = written()
     assert "Zebrafish" not in text
     if form == "text":
         assert f"INFO forerun.serve.requests: finished id={answer['id']} endpoint=completions" in text
         line = r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" (\d+) request_id=".+" duration_s=\d+\.\d{6}(.*)\n'
-        refused = ' code=unknown_parameter param="temprature"'
-        assert re.findall(line, text) == [("200", ""), ("200", ""), ("400", refused)]
+        refused = [(400, " code=unknown_parameter param=null"), (400, ' code=invalid_value param="logit_bias"')]
+        assert [(int(status), rest) for status, rest in re.findall(line, text)] == [(200, ""), (200, ""), *refused]
         return
     lines = [json.loads(line) for line in text.splitlines()]
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
@@ -200,9 +201,9 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], paced:
     assert first["num_drafted"] == usage["speculation"]["num_drafted"]
     assert 0 <= first["queue_s"] <= first["first_token_s"] <= first["total_s"]
     asked = {line["request_id"]: line for line in lines if line["logger"] == "forerun.serve.access"}
-    assert len(asked) == 3
-    (refused,) = (line for line in asked.values() if line["status"] == 400)
-    assert (refused["code"], refused["param"]) == ("unknown_parameter", "temprature")
+    assert len(asked) == 4
+    refused = [(line["code"], line["param"]) for line in asked.values() if line["status"] == 400]
+    assert refused == [("unknown_parameter", None), ("invalid_value", "logit_bias")]
     assert all(line["client"].startswith("127.0.0.1:") for line in asked.values())
     for line in (first, second):  # a stream's line is written at its end too
         assert asked[line["request_id"]]["duration_s"] >= line["total_s"] - 1e-6, "the whole request, parsing included"

@@ -98,7 +98,7 @@ def check_framing(scope: Scope, headers: Headers) -> None:
 def log_access(scope: Scope, status: int, request_id: str, duration_s: float) -> None:
     """Write the access log line of one answer: uvicorn's line, and the other fields after it.
 
-    For an error these are also its code and the field that it names.
+    For an error these are also its code and the outermost field that it names, unless the client made up that name.
     """
     client = ":".join(map(str, scope["client"] or ()))
     path = quote(scope["path"]) + (f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else "")
@@ -109,9 +109,10 @@ def log_access(scope: Scope, status: int, request_id: str, duration_s: float) ->
     values = [client, method, path, version, status, json.dumps(request_id), duration_s]
     problem = scope["state"].get("problem")
     if problem is not None:
-        fields |= {"code": problem.code, "param": problem.param}
+        param = problem.param.partition(".")[0] if problem.param and problem.code != "unknown_parameter" else None
+        fields |= {"code": problem.code, "param": param}
         line += " code=%s param=%s"
-        values += [problem.code, json.dumps(problem.param)]
+        values += [problem.code, json.dumps(param)]
     access_log.info(line, *values, extra={"fields": fields})
 
 
