@@ -141,4 +141,4 @@ def test_a_tree_is_judged_along_the_path_that_the_text_takes() -> None:
     assert outcome_of(tree, [2, 3, 4], 1) == DraftOutcome(2, 1)
     assert outcome_of(tree, [9], 3) == DraftOutcome(4, 0)
     assert outcome_of(([7], [-1]), [9], 3) == DraftOutcome(0, 0)
-    assert outcome_of(([7, 2, 2, 3], [-1, 0, 0, 1]), [2, 3], 2) == DraftOutcome(3, 2), "the first of equal siblings counts"
+    assert outcome_of(([7, 2, 2, 3], [-1, 0, 0, 1]), [2, 3], 2) == DraftOutcome(3, 2)  # the first of equals
