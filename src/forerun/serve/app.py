@@ -218,7 +218,8 @@ class HttpRoutes:
             return Response(status_code=CLIENT_GONE)
         if isinstance(error, HTTPException):
             error = route_problem(request, error)
-        request.state.problem = problem = self.logged_problem(error)
+        problem = self.logged_problem(error)
+        request.state.problem = problem.logged  # not the error itself, whose traceback holds the body
         body = message_error(problem) if request.url.path.startswith(MESSAGES) else problem.body
         return json_response(body, problem.status, problem.headers)
 

@@ -44,7 +44,7 @@ class Envelope:
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request. Its id is stored in the scope's state as `request_id`, its ApiError as `problem`.
+        """Handle one request. The scope's state gets its `request_id`, and as `problem` what is `logged` of its error.
 
         The access log line is written at the end of the answer, or when the client leaves before that.
         """
@@ -62,7 +62,7 @@ class Envelope:
                 check_framing(scope, headers)
                 self.hosts.check(headers.getlist("host"), headers.getlist("origin"), scope["scheme"])
         except ApiError as problem:
-            scope["state"]["problem"] = problem
+            scope["state"]["problem"] = problem.logged
             app = json_response(problem.body, problem.status, problem.headers)
             closes = closes or problem.status != 403
 
@@ -96,10 +96,7 @@ def check_framing(scope: Scope, headers: Headers) -> None:
 
 
 def log_access(scope: Scope, status: int, request_id: str, duration_s: float) -> None:
-    """Write the access log line of one answer: uvicorn's line, and the other fields after it.
-
-    For an error these are also its code and the outermost field that it names, unless the client made up that name.
-    """
+    """Write the access log line of one answer: uvicorn's line, then the other fields, also those of an error."""
     client = ":".join(map(str, scope["client"] or ()))
     path = quote(scope["path"]) + (f"?{scope['query_string'].decode('ascii')}" if scope["query_string"] else "")
     method, version = scope["method"], scope["http_version"]
@@ -109,10 +106,9 @@ def log_access(scope: Scope, status: int, request_id: str, duration_s: float) ->
     values = [client, method, path, version, status, json.dumps(request_id), duration_s]
     problem = scope["state"].get("problem")
     if problem is not None:
-        param = problem.param.partition(".")[0] if problem.param and problem.code != "unknown_parameter" else None
-        fields |= {"code": problem.code, "param": param}
+        fields |= problem
         line += " code=%s param=%s"
-        values += [problem.code, json.dumps(param)]
+        values += [problem["code"], json.dumps(problem["param"])]
     access_log.info(line, *values, extra={"fields": fields})
 
 

@@ -70,6 +70,12 @@ class ApiError(Exception):
         self.kind = self.kind or ("invalid_request_error" if self.status < 500 else "server_error")
 
     @property
+    def logged(self) -> dict[str, str | None]:
+        """Its code, and the outermost field that it names unless the client made up that name: for the access log."""
+        param = self.param.partition(".")[0] if self.param and self.code != "unknown_parameter" else None
+        return {"code": self.code, "param": param}
+
+    @property
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
