@@ -124,6 +124,25 @@ def no_costs_are_measured_at_starts() -> Generator[None, None, None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_drafter_raises_unnoticed(request: pytest.FixtureRequest) -> Generator[None, None, None]:
+    """An error of a drafter changes no answer, so a test would not see it; tests marked `drafter_raises` expect one."""
+    from forerun.engine.recovery import Recovery
+
+    errors: list[BaseException] = []
+    count = Recovery.count_drafter_error
+
+    def noticed(recovery: Recovery, error: BaseException) -> None:
+        errors.append(error)
+        count(recovery, error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recovery, "count_drafter_error", noticed)
+        yield
+    if errors and request.node.get_closest_marker("drafter_raises") is None:
+        raise AssertionError("the drafter raised an error") from errors[0]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_measurement_counts_as_disturbed() -> Generator[None, None, None]:
     """Tests that run side by side disturb each other's measurements, of which only the form is looked at."""

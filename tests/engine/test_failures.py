@@ -37,6 +37,8 @@ from kit.engines import PATIENCE_S, params_with, plain, plain_answer
 from kit.oracles import exact_parts
 from kit.texts import PROMPTS, story
 
+pytestmark = pytest.mark.drafter_raises
+
 NUM = 6
 
 

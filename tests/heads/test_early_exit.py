@@ -289,6 +289,7 @@ def test_a_logits_processor_that_fails_once_while_drafting_changes_no_answer(ben
     assert not engine.drafter.lower.tails
 
 
+@pytest.mark.drafter_raises
 def test_an_engine_with_another_runner_disables_the_drafter_with_a_warning(
     bench_of: Benches, caplog: pytest.LogCaptureFixture
 ) -> None:

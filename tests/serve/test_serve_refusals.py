@@ -44,7 +44,7 @@ COMPLETIONS: Refusals = [
     ({"n": True}, "n", "n: true cannot be served"),
     ({"max_tokens": 0}, "max_tokens", "0 is possible only with echo: use 1 or more"),
     ({"max_tokens": -1}, "max_tokens", "-1 cannot be served; use at least 1 token"),
-    ({"max_tokens": []}, "max_tokens", "or null until the context is full"),
+    ({"max_tokens": []}, "max_tokens", "or null: until the context is full"),
     ({"temperature": -1}, "temperature", "temperature: -1 cannot be served"),
     ({"stop": ["x", None]}, "stop", '["x", null]'),
     ({"logit_bias": {"x": 1}}, "logit_bias", "is not a token id"),
