@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import compress
 
 import torch
 from torch.nn.functional import pad
@@ -347,8 +346,8 @@ class Engine:
         """Update the statistics; the controller and the chunk size learn from the round's times."""
         draft_s, draft_pass_s, pass_s, verdict_s = clock.times(draft.pass_s)
         is_typical = self.drafter is not None and not plan.num_prompt_tokens and not clock.captured
-        asked = [row.sequence.speculation.depth > 0 for row in plan.drawing]  # without speculation there is no gain
-        plain_s = self.controller.plain_s(len(rows)) if is_typical and any(asked) else None
+        asked = [i for i, row in enumerate(plan.drawing) if is_typical and row.sequence.speculation.depth > 0]
+        plain_s = self.controller.plain_s(len(rows)) if asked else None  # without speculation there is no gain
         counted = self.prefixes.counted() if self.prefixes.num_queried else (0, 0)
         outcome = Outcome(
             rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.drafter_s), verdict_s, plain_s,
@@ -360,8 +359,8 @@ class Engine:
         if plan.num_prompt_tokens:
             self.scheduler.chunk.record(outcome)
         if plain_s is not None:
-            for row, result in compress(zip(plan.drawing, rows, strict=True), asked):
-                row.sequence.pace.add(outcome.round_s, plain_s * result.num_emitted, result.num_emitted)
+            for i in asked:
+                plan.drawing[i].sequence.pace.add(outcome.round_s, plain_s * rows[i].num_emitted, rows[i].num_emitted)
 
     def remove(self, sequences: Seq[Sequence]) -> None:
         """Remove sequences and free their memory. It is safe to call this twice."""
