@@ -225,7 +225,7 @@ def test_a_signal_drains_the_server_before_it_exits(sent: signal.Signals, status
         little = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)])  # in the kernel
         with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S, transport=little) as http:
             assert http.get("/ready").status_code == 200
-            much = {**ENDLESS, "max_tokens": 40, "n": 5, "logprobs": 20, "stream": True}  # it is sent as it is read
+            much = {**ENDLESS, "max_tokens": 100, "n": 5, "logprobs": 20, "stream": True}  # it is sent as it is read
             with http.stream("POST", "/v1/completions", json=much) as stream:
                 lines = stream.iter_lines()
                 next(lines)
