@@ -1,12 +1,14 @@
 """Weights in groups: the compiled kernels give the bits of the definition, each row as if it were alone."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forerun.models.backends.native import NativeBackend
-from forerun.models.backends.torch_cpu.grouped import FORMS, GroupedLinear, GroupedWeight
+from forerun.models.backends.torch_cpu.grouped import FORMS, GroupedLinear, GroupedWeight, fused
 from kit.compiled import LEVELS_HERE, compiled_for
 
 forms = st.tuples(st.sampled_from(FORMS), st.booleans(), st.booleans())
@@ -75,3 +77,16 @@ def test_what_is_no_number_spoils_its_row_alone(kernels: NativeBackend, strange:
     found = kernels.grouped(weight, None)(x)
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(-(2**10), 2**10), st.integers(-(2**10), 2**10), st.integers(2**23, 2**24 - 1), st.integers(-40, 40))
+def test_a_fused_sum_is_rounded_once(more: int, less: int, addend: int, shift: int) -> None:
+    # The product is near half the distance of numbers around `c`, so the sum is near the middle of two of them.
+    a, b, c = (2**23 + more) / 2**23, (2**23 - less) / 2**23 * 2.0**shift, addend * 2.0 ** (shift + 1)
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    found = fused(*(torch.tensor([each], dtype=torch.float32) for each in (a, b, c)))
+    distance = abs(Fraction(found.item()) - exact)
+    for towards in (-torch.inf, torch.inf):
+        further = abs(Fraction(torch.nextafter(found, torch.tensor([towards])).item()) - exact)
+        assert distance < further or (distance == further and found.view(torch.int32).item() % 2 == 0)

@@ -1,8 +1,9 @@
 // Products of group-quantized weights as in checkpoints: memory is read once for any number of rows.
 //
 // A group's sum is over integers, exact in any order. It is rounded to a float, multiplied by the product of the two
-// scales, and added to the sums of earlier groups, followed by the contribution of a lowest value. Nothing is fused, so
-// every instruction set, number of rows and division of the work gives the same bits.
+// scales, and added to the sums of earlier groups, followed by the contribution of a lowest value. Both additions are
+// fused with their multiplication on every processor, so every instruction set, number of rows and division of the work
+// gives the same bits.
 #pragma once
 #include "multiply_groups.hpp"
 
@@ -78,8 +79,8 @@ FORERUN_INLINE void add_stored(const Groups& g, const char* scales, const char* 
       const float row_scale = number_at<float>(rows[r] + at.scale);
       const IntRegister whole = BITS == 4 ? whole_sums(group[r][part]) : group[r][part];
       FloatRegister& sum = sums[r][part];
-      sum = sum + __builtin_convertvector(whole, FloatRegister) * (weight_scale * row_scale);
-      if constexpr (LEAST) sum = sum + least * number_at<float>(rows[r] + at.total);
+      sum = fused(__builtin_convertvector(whole, FloatRegister), weight_scale * row_scale, sum);
+      if constexpr (LEAST) sum = fused(least, number_at<float>(rows[r] + at.total) - FloatRegister{}, sum);
     }
   }
 }

@@ -3,6 +3,7 @@
 // The order in which lanes are summed never depends on what else is computed, and multiplications are fused with
 // additions only in `fma`: so the bits of a row do not depend on other rows. Compile with -ffp-contract=off.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -48,6 +49,15 @@ inline FloatRegister fma(FloatRegister a, FloatRegister b, FloatRegister c) {  /
   return (FloatRegister)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
+#endif
+}
+
+inline FloatRegister fused(FloatRegister a, FloatRegister b, FloatRegister c) {  // a * b + c, rounded once everywhere
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return fma(a, b, c);
+#else
+  for (int i = 0; i < REGISTER_BYTES / 4; i++) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
 #endif
 }
 
