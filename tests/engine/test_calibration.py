@@ -291,6 +291,18 @@ def test_results_and_stats_report_the_gain() -> None:
     assert unknown.metrics.gain is None
 
 
+@pytest.mark.usefixtures("made_clock")
+def test_rounds_without_a_draft_are_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are plain rounds, and so take as long as one, whatever was expected of one."""
+    llm = started(f"model:{SMALL}")
+    monkeypatch.setattr(MeasuredDepth, "skips", lambda *_: True)
+    monkeypatch.setattr(MeasuredDepth, "plain_s", lambda *_: 2 * TOKEN_S)
+    (answer,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0.7, max_tokens=40, seed=3, ignore_eos=True))
+    assert answer.metrics.num_drafted == 0
+    assert answer.metrics.gain == pytest.approx(1.0)
+    assert llm.stats.gain == pytest.approx(1.0)
+
+
 def test_no_gain_is_reported_for_a_few_tokens() -> None:
     """The first rounds are slow because caches are cold, and would be reported as a loss."""
     params = SamplingParams(temperature=0.7, max_tokens=MIN_GAIN_TOKENS // 2, seed=3, ignore_eos=True)

@@ -50,9 +50,9 @@ class Outcome:
     """One round: its rows, and its times in seconds.
 
     `draft_pass_s`, part of `draft_s`, is the time of the drafters' passes; `drafter_s` that of each member of a mix.
-    `verdict_s` is the time of verification and acceptance. `plain_s` is the estimated time of the round without
-    drafting, None if unknown or if prompts were read too. `num_queried` prompt tokens were looked up in the prefix
-    cache, and `num_hits` found. `captured`: a CUDA graph was captured, so the times are not typical.
+    `verdict_s` is the time of verification and acceptance. `expected_plain_s` is the estimated time of the round
+    without drafting, None if unknown or if prompts were read too. `num_queried` prompt tokens were looked up in the
+    prefix cache, and `num_hits` found. `captured`: a CUDA graph was captured, so the times are not typical.
     """
 
     rows: Sequence[RowOutcome]
@@ -62,7 +62,7 @@ class Outcome:
     draft_pass_s: float = 0.0
     drafter_s: Sequence[float] = ()
     verdict_s: float = 0.0
-    plain_s: float | None = None
+    expected_plain_s: float | None = None
     num_queried: int = 0
     num_hits: int = 0
     captured: bool = False
@@ -76,6 +76,13 @@ class Outcome:
     def round_s(self) -> float:
         """Seconds of the round."""
         return self.draft_s + self.pass_s + self.verdict_s
+
+    @property
+    def plain_s(self) -> float | None:
+        """Seconds of the round without drafting: the measured ones if nothing was drafted, else the estimate."""
+        if self.expected_plain_s is None or any(row.num_drafted or row.num_forced for row in self.rows):
+            return self.expected_plain_s
+        return self.pass_s + self.verdict_s
 
 
 class RoundClock:

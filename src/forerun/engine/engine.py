@@ -347,10 +347,10 @@ class Engine:
         draft_s, draft_pass_s, pass_s, verdict_s = clock.times(draft.pass_s)
         is_typical = self.drafter is not None and not plan.num_prompt_tokens and not clock.captured
         asked = [i for i, row in enumerate(plan.drawing) if is_typical and row.sequence.speculation.depth > 0]
-        plain_s = self.controller.plain_s(len(rows)) if asked else None  # without speculation there is no gain
+        expected_s = self.controller.plain_s(len(rows)) if asked else None  # without speculation there is no gain
         counted = self.prefixes.counted() if self.prefixes.num_queried else (0, 0)
         outcome = Outcome(
-            rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.drafter_s), verdict_s, plain_s,
+            rows, plan.num_prompt_tokens, draft_s, pass_s, draft_pass_s, tuple(draft.drafter_s), verdict_s, expected_s,
             *counted, clock.captured,
         )  # fmt: skip
         if self.drafter is not None:
@@ -358,7 +358,7 @@ class Engine:
         self.stats.record(outcome)
         if plan.num_prompt_tokens:
             self.scheduler.chunk.record(outcome)
-        if plain_s is not None:
+        if (plain_s := outcome.plain_s) is not None:
             for i in asked:
                 plan.drawing[i].sequence.pace.add(outcome.round_s, plain_s * rows[i].num_emitted, rows[i].num_emitted)
 
