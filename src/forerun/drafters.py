@@ -23,6 +23,7 @@ from forerun.draft.text.suffix import plan_suffix
 from forerun.draft.vocab.translate import plan_model
 from forerun.errors import UnknownDrafter
 from forerun.fields import read_fields
+from forerun.heads.blueprint import plan_heads
 from forerun.heads.kinds import HEADS
 from forerun.models.bundled import BUNDLED_DRAFTS
 from forerun.models.config import read_widened
@@ -61,7 +62,7 @@ PLANNERS: Mapping[str, Callable[[DraftSpec, DraftContext], DraftPlan]] = {
     "ngram": plan_ngram,
     PYTHON: plan_python,
     "suffix": plan_suffix,
-    **{name: kind.plan_for for name, kind in HEADS.items()},
+    **dict.fromkeys(HEADS, plan_heads),
 }
 
 
@@ -78,7 +79,7 @@ def labelled(spec: DraftSpec) -> DraftSpec:
     if spec.name == "model" and argument is not None:
         argument = label_of(argument, find_checkpoint(argument))
     elif spec.name in HEADS and argument is not None:
-        leads = HEADS[spec.name].parts.signs.argument is not None
+        leads = HEADS[spec.name].argument is not None
         lead, colon, folder = argument.partition(":") if leads else ("", "", argument)
         argument = f"{lead}{colon}{folder and label_of(folder, Path(folder))}"
     return replace(spec, argument=argument, members=tuple(labelled(member) for member in spec.members))

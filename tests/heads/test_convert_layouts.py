@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from forerun.errors import InvalidRequest, MissingWeights, ModelError, UnsupportedModel, WrongShape
 from forerun.heads.convert import convert
-from forerun.heads.kinds import open_folder
+from forerun.heads.folder import HeadFolder
 from forerun.models.loading import Blueprint
 from forerun.sampling.params import SamplingParams
 from heads.trained import eagle_of, first_eagle_of, heads_of
@@ -67,7 +67,7 @@ def counts(draft: str) -> tuple[int, int]:
 def test_eagle_1_as_its_authors_publish_it_drafts_the_same_once_it_is_converted(first: Path, tmp_path: Path) -> None:
     published = as_published(first, tmp_path / "published", "pytorch_model.bin")
     with pytest.raises(MissingWeights, match=r"forerun convert .*published --to eagle --out published-converted"):
-        open_folder(str(published), "eagle", Blueprint.of(str(TARGET)))
+        HeadFolder.open(str(published), "eagle", Blueprint.of(str(TARGET)))
     made = convert(str(published), "eagle", tmp_path / "out", str(TARGET))
     assert made.read.method.label == "EAGLE-1 or EAGLE-2"
     assert same_tensors(first, tmp_path / "out")
@@ -99,7 +99,7 @@ def test_medusas_state_dict_is_read_and_written(prefix: str, heads: Path, tmp_pa
         heads, tmp_path / "published", "medusa_lm_head.pt", prefix, medusa_num_heads=2, medusa_num_layers=1, hydra=None
     )
     with pytest.raises(MissingWeights, match=r"forerun convert .* --to medusa"):
-        open_folder(str(published), "medusa", Blueprint.of(str(TARGET)))
+        HeadFolder.open(str(published), "medusa", Blueprint.of(str(TARGET)))
     made = convert(str(published), "medusa", tmp_path / "out", str(TARGET))
     assert made.read.format == "medusa-pt"
     assert same_tensors(heads, tmp_path / "out")

@@ -21,8 +21,7 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from forerun.draft.plan import DraftContext
 from forerun.drafters import plan_drafter
 from forerun.errors import InvalidRequest, MissingPackage, ModelNotFound, UnknownDrafter
-from forerun.heads.folder import find_heads
-from forerun.heads.kinds import find_of_kind
+from forerun.heads.folder import find_heads, find_of_kind
 from forerun.models.bundled import BUNDLED, BUNDLED_DRAFTS, BUNDLED_HEADS, FOLDER
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint, find_tokenizer

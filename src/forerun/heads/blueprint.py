@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -17,10 +18,11 @@ from torch import Tensor
 from forerun.annotations import Int, ProgressCallback
 from forerun.cache.plan import ModelMemory
 from forerun.draft.base import Drafter
-from forerun.draft.plan import CacheTokens, DraftPlan, refuse
+from forerun.draft.plan import CacheTokens, DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
-from forerun.heads.folder import HeadFolder, HeadSigns, HeadTensors, OpenFolder
+from forerun.heads.folder import HeadFolder, HeadTensors
+from forerun.heads.kinds import HEADS
 from forerun.heads.layouts import DraftLayout, DraftMethod
 from forerun.heads.student import MakeStudent
 from forerun.heads.vocabulary import id_map_of, read_ids
@@ -86,8 +88,8 @@ class HeadBlueprint(ABC):
 
     @classmethod
     @abstractmethod
-    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
-        """The heads of a specification; `open_folder` opens folders of their kind.
+    def read(cls, spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
+        """The heads of a specification.
 
         Raises UnknownDrafter for an invalid argument, ModelError for an unusable folder.
         """
@@ -123,10 +125,10 @@ class FolderBlueprint(HeadBlueprint):
         return cls(folder, tensors, read_ids(folder.checkpoint, tensors.draft_vocab, folder.target.config.vocab_size))
 
     @classmethod
-    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
+    def read(cls, spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
         if spec.argument is None:
             refuse(spec, f"the argument is the folder with the heads, as in {spec.name}:DIR")
-        return cls.of(open_folder(spec.argument))
+        return cls.of(HeadFolder.open(spec.argument, spec.name, target))
 
     @property
     @abstractmethod
@@ -176,9 +178,28 @@ class StateBlueprint(FolderBlueprint):
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
-    """What a kind of heads consists of: the signs of its folders, its blueprint, its student, and its layouts."""
+    """What a kind of heads consists of: its blueprint, its student, and its layouts."""
 
-    signs: HeadSigns
     blueprint: type[HeadBlueprint]
     student: MakeStudent
     layouts: tuple[DraftLayout, ...] = ()
+
+    @classmethod
+    def of(cls, kind: str) -> HeadParts:
+        """The declaration `PARTS` in `drafter.py` of this kind (in HEADS), which is imported now."""
+        parts: HeadParts = import_module(f"{__package__}.{HEADS[kind].folder}.drafter").PARTS
+        return parts
+
+
+def checked_heads(spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
+    """The heads of this specification.
+
+    Raises UnknownDrafter for an invalid argument, ModelError for an unusable folder.
+    """
+    refuse_members(spec)
+    return HeadParts.of(spec.name).blueprint.read(spec, target)
+
+
+def plan_heads(spec: DraftSpec, context: DraftContext) -> DraftPlan:
+    """The plan of the drafter of this specification; raises the errors of `checked_heads`."""
+    return checked_heads(spec, context.target).plan(context.unused(str(spec)))

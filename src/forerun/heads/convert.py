@@ -18,12 +18,13 @@ from torch import Tensor
 from forerun.did_you_mean import nearest
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, UnsupportedModel
+from forerun.heads.blueprint import HeadParts
 from forerun.heads.folder import find_heads
-from forerun.heads.kinds import HEADS
-from forerun.heads.layouts import FETCHED, KEPT, PICKLES, SPECULATORS, DraftFiles, DraftLayout, DraftMethod, TargetFacts
+from forerun.heads.kinds import HEADS, SPECULATORS
+from forerun.heads.layouts import FETCHED, KEPT, PICKLES, DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.store import names_in, save_json, save_pickle, save_tensors, whole_folder, writable
 
-LAYOUTS = tuple(layout for kind in HEADS.values() for layout in kind.parts.layouts)
+LAYOUTS = tuple(layout for kind in HEADS for layout in HeadParts.of(kind).layouts)
 FORMATS = tuple(dict.fromkeys(layout.format for layout in LAYOUTS))
 UNSUPPORTED: Mapping[str, str] = {  # types of speculators that are not read, and why
     "xpress": "forerun has no drafter that combines the draft tokens of a block as xPress does"

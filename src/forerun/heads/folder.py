@@ -1,14 +1,14 @@
 """HeadFolder: a folder of trained heads of any kind.
 
-This file finds the folder, checks that it has the tensors of its kind and no others, computes the memory of its layers,
-and loads them with the target's kernels. `kinds.py` is the table of kinds; the `format.py` of a kind defines its
-tensors and fields.
+This file finds the folder, checks that it is of the kind asked for and has the tensors of this kind and no others,
+computes the memory of its layers, and loads them with the target's kernels. `kinds.py` is the table of kinds; the
+`format.py` of a kind defines its tensors and fields.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from forerun.cache.plan import ModelMemory
 from forerun.config import Quantization
 from forerun.errors import MissingWeights, ModelNotFound, UnsupportedModel
 from forerun.fields import Fields, read_fields, short
+from forerun.heads.kinds import HEADS
 from forerun.models.backends.base import Backend
 from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
 from forerun.models.config import ModelConfig
@@ -36,7 +37,6 @@ from forerun.models.weights import BUFFERS, Checkpoint
 OWN_EMBEDDING = "embed_tokens.weight"  # a drafter's own embedding
 OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # endings of files with published heads
 WANTED = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
-OpenFolder = Callable[[str], "HeadFolder"]  # opens a folder of one kind by its name
 
 
 @runtime_checkable
@@ -65,25 +65,6 @@ TensorsT = TypeVar("TensorsT", bound=HeadTensors)
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSigns:
-    """How config.json identifies a kind of heads: by one of `keys`, pairs of a key and a text that its value contains.
-
-    Every folder of the kind has the key `needed`. `argument` is a key whose value precedes the folder in `--draft`.
-    `layout` is the format of `forerun convert` to recommend for weights that are not in safetensors.
-    """
-
-    keys: tuple[tuple[str, str], ...] = ()
-    needed: str | None = None
-    argument: str | None = None
-    layout: str | None = None
-
-    def match(self, fields: Fields) -> bool:
-        """Whether these are the fields of a folder of this kind."""
-        values = {key: value for key, value in fields.values.items() if value is not None}
-        return any(key in values and text in str(values[key]) for key, text in self.keys)
-
-
-@dataclass(frozen=True, slots=True)
 class HeadFolder:
     """A folder of heads for `target`, with the fields of its config.json and the headers of its tensors.
 
@@ -96,6 +77,14 @@ class HeadFolder:
     fields: Fields
     checkpoint: Checkpoint
     is_targets: bool = False
+
+    @classmethod
+    def open(cls, name: str, kind: str, target: Blueprint) -> HeadFolder:
+        """The folder of this name, which must be of this kind (in HEADS). Raises ModelError if it cannot be used."""
+        path, layout = find_of_kind(name, kind), HEADS[kind].layout
+        if layout is not None:
+            refuse_other_weights(path, layout)
+        return cls.at(path, name, target)
 
     @classmethod
     def at(cls, folder: Path, name: str, target: Blueprint) -> HeadFolder:
@@ -176,6 +165,20 @@ class HeadFolder:
     def fingerprint(self) -> str:
         """The fingerprint of the folder's weights."""
         return self.layers(self.target.config, {}).fingerprint()
+
+
+def find_of_kind(name: str, kind: str) -> Path:
+    """The folder of this name. Raises ModelNotFound if it does not exist, or if its config.json is of another kind."""
+    folder = find_heads(name)
+    fields, needed = read_fields(folder / "config.json"), HEADS[kind].needed
+    stored_kind = next((other for other, each in HEADS.items() if each.match(fields)), kind)
+    if stored_kind != kind:
+        key = HEADS[stored_kind].argument
+        draft = stored_kind if key is None else f"{stored_kind}:{fields.values[key]}"
+        raise ModelNotFound(f"{name} is a drafter of another kind than {kind}: write {draft}:{name}")
+    if needed is not None and fields.values.get(needed) is None:
+        raise ModelNotFound(f"{folder} is not a drafter of the kind {kind}: its config.json has no {needed}: {WANTED}")
+    return folder
 
 
 def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:

@@ -24,6 +24,7 @@ from forerun.annotations import Int
 from forerun.errors import MissingWeights, UnsupportedModel, WrongShape
 from forerun.fields import Fields, read_fields, short
 from forerun.heads.folder import TensorsT, model_fields, refuse_unread
+from forerun.heads.kinds import SPECULATORS
 from forerun.heads.vocabulary import MASK, OFFSETS, ids_of
 from forerun.models.config import MOST_LAYERS, ModelConfig, config_of, read_config
 from forerun.models.projections import EMBEDDING, HEAD
@@ -35,7 +36,7 @@ FETCHED = ("*.safetensors", "*.bin", "*.pt", *TOKENIZER_FILES)
 ALONE = "medusa_lm_head.safetensors"
 PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
 FILES = ("model.safetensors", "model.safetensors.index.json", ALONE, *PICKLES)
-SPECULATORS, LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
+LAYER_CONFIG = "transformer_layer_config"
 VERSION = "0.9.0"  # the version of speculators whose layout is written
 KEPT = "speculators_config"  # copied by conversions: the target's name, and how many tokens to draft
 FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)

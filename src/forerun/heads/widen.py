@@ -23,7 +23,7 @@ from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.errors import InvalidRequest
 from forerun.fields import read_fields
-from forerun.heads.blueprint import WideDrafter
+from forerun.heads.blueprint import WideDrafter, checked_heads
 from forerun.heads.folder import OWN_EMBEDDING
 from forerun.heads.fresh import save_weights
 from forerun.heads.kinds import HEADS
@@ -66,13 +66,12 @@ def cached_widened_drafter(draft: str, source: str, target: Path, wider: Wider) 
 def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, WideDrafter]:
     """The plan of the target's widening, and the widened drafter; nothing is written."""
     spec, plan = parse_spec(draft), Plan.of(source, wider, seed)
-    kind = HEADS.get(spec.name)
-    if kind is None or spec.argument is None:
+    if spec.name not in HEADS or spec.argument is None:
         cure = f"widen one of {', '.join(HEADS)} with its folder; a model is widened by itself, with --model"
         raise InvalidRequest("draft", f"{draft} reads no states of the target: {cure}.")
     if plan.wide.vocab_size != plan.source.config.vocab_size:
         raise InvalidRequest("vocab_size", "heads have the source's vocabulary, so it cannot be padded: leave it out.")
-    return plan, kind.find(spec, plan.source).widened(plan)
+    return plan, checked_heads(spec, plan.source).widened(plan)
 
 
 def write_once(

@@ -19,6 +19,7 @@ from forerun.annotations import Float
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, VocabularyMismatch
 from forerun.fields import Fields, read_fields
+from forerun.heads.blueprint import HeadParts
 from forerun.heads.fresh import drawn_weights, stored_dtype
 from forerun.heads.kinds import HEADS
 from forerun.heads.sizes import StudentSizes
@@ -150,7 +151,7 @@ def tokenizer_folder(target: Blueprint) -> Path:
 
 KINDS: Mapping[str, MakeStudent] = {
     "draft": DraftModelStudent.fresh,
-    **{name: kind.parts.student for name, kind in HEADS.items()},
+    **{kind: HeadParts.of(kind).student for kind in HEADS},
 }
 
 

@@ -30,10 +30,10 @@ from forerun.draft.model.tap_follower import TapFollower
 from forerun.draft.plan import CacheTokens, DraftPlan, refuse
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest, WrongTarget
-from forerun.heads.adapter.format import EXIT, SIGNS, adapter_config, adapter_shapes
+from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
 from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.blueprint import HeadBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
-from forerun.heads.folder import HeadFolder, OpenFolder
+from forerun.heads.folder import HeadFolder
 from forerun.models.chains import Chains, ChainStart, SameIds, UnreadTexts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Outputs
@@ -189,7 +189,7 @@ class ExitBlueprint(HeadBlueprint):
     adapter: tuple[HeadFolder, ModelConfig] | None = None  # the folder, and the configuration of its layers
 
     @classmethod
-    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> ExitBlueprint:
+    def read(cls, spec: DraftSpec, target: Blueprint) -> ExitBlueprint:
         layers = target.config.layers
         if layers < 2:
             refuse(spec, "the target has a single layer, so there is no earlier exit; use another drafter")
@@ -203,7 +203,7 @@ class ExitBlueprint(HeadBlueprint):
             return cls(layer)
         if not name:
             refuse(spec, f"name the adapter's folder after the second colon, as in early-exit:{layer}:DIR, or omit it")
-        folder = open_folder(name)
+        folder = HeadFolder.open(name, spec.name, target)
         return cls(layer, (folder, adapter_config(folder, layer)))
 
     def plan(self, name: str) -> DraftPlan:
@@ -230,4 +230,4 @@ class ExitBlueprint(HeadBlueprint):
         return WideDrafter.of_layers(folder, shapes, wide, {EXIT: exit_wide}, argument=f"{exit_wide}:")
 
 
-PARTS = HeadParts(SIGNS, ExitBlueprint, AdapterStudent.fresh)
+PARTS = HeadParts(ExitBlueprint, AdapterStudent.fresh)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.heads.folder import HeadFolder, HeadSigns, refuse_sizes
+from forerun.heads.folder import HeadFolder, refuse_sizes
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import EMBEDDING, FINAL_NORM, HEAD, Shapes, expected_tensors, tensor_shapes
 from forerun.models.weights import check_tensors, with_stored_names
 
 EXIT = "exit_layer"
-SIGNS = HeadSigns(((EXIT, ""),), needed=EXIT, argument=EXIT)
 HOSTS = (EMBEDDING, HEAD)  # the target's are used
 
 

@@ -22,9 +22,9 @@ from forerun.errors import UnsupportedModel
 from forerun.fields import Fields, is_list_of_whole
 from forerun.heads.block import format as names
 from forerun.heads.block.format import BlockConfig, BlockTensors
+from forerun.heads.kinds import SPECULATORS
 from forerun.heads.layouts import (
     LAYER_CONFIG,
-    SPECULATORS,
     TRAINING,
     VERSION_KEY,
     DraftFiles,

@@ -259,4 +259,4 @@ class BlockBlueprint(StateBlueprint):
         )
 
 
-PARTS = HeadParts(names.SIGNS, BlockBlueprint, BlockStudent.fresh, LAYOUTS)
+PARTS = HeadParts(BlockBlueprint, BlockStudent.fresh, LAYOUTS)

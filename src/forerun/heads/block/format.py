@@ -29,8 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from forerun.fields import Fields, is_list_of_whole
-from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
-from forerun.heads.layouts import SPECULATORS
+from forerun.heads.folder import OWN_EMBEDDING, model_fields, refuse_missing_tables, refuse_sizes
 from forerun.heads.vocabulary import MASK, OFFSETS
 from forerun.models.config import ModelConfig, config_of
 from forerun.models.projections import HEAD, Shapes, layer_tensors
@@ -54,7 +53,6 @@ NEUTRAL = {  # fields that are not supported, with the value at which each has n
     "use_swa": False,
     "conv_kernel_size": 0,
 }
-SIGNS = HeadSigns(((INSIDE, ""), ("architectures", "DFlash"), (SPECULATORS, "dflash")))
 RANKED = (MARKOV_W1, MARKOV_W2, PREDECESSORS, SUCCESSORS)  # matrices whose width is a rank, not the hidden size
 LOOKED_UP = (EMBEDDING, HEAD, MARKOV_W1, PREDECESSORS, SUCCESSORS)
 

@@ -35,7 +35,7 @@ from forerun.heads.eagle import format as names
 from forerun.heads.eagle.format import EagleTensors
 from forerun.heads.eagle.student import EagleStudent
 from forerun.heads.folder import HeadFolder
-from forerun.heads.layouts import SPECULATORS
+from forerun.heads.kinds import SPECULATORS
 from forerun.heads.state_decoder import StateDecoder
 from forerun.models.batch import TokenBatch
 from forerun.models.chains import HeadInputs, IdMap, MaskedPositions, ParallelHeads
@@ -197,4 +197,4 @@ class EagleBlueprint(StateBlueprint):
         return WideDrafter.of_layers(self.folder, shapes, layers, taps, writers, readers=(names.MASK_STATE,))
 
 
-PARTS = HeadParts(names.SIGNS, EagleBlueprint, EagleStudent.fresh, names.LAYOUTS)
+PARTS = HeadParts(EagleBlueprint, EagleStudent.fresh, names.LAYOUTS)

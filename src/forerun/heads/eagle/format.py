@@ -22,10 +22,10 @@ import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields, is_list_of_whole
-from forerun.heads.folder import OWN_EMBEDDING, HeadSigns, model_fields, refuse_missing_tables, refuse_sizes
+from forerun.heads.folder import OWN_EMBEDDING, model_fields, refuse_missing_tables, refuse_sizes
+from forerun.heads.kinds import SPECULATORS
 from forerun.heads.layouts import (
     LAYER_CONFIG,
-    SPECULATORS,
     DraftFiles,
     DraftLayout,
     DraftMethod,
@@ -56,7 +56,6 @@ KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # types of
 # Fields that speculators stores outside of those of the layer.
 OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
 MOST_TAPS = 16
-SIGNS = HeadSigns((("architectures", "Eagle"), (SPECULATORS, "eagle")), layout="eagle")
 
 
 @dataclass(frozen=True, slots=True)

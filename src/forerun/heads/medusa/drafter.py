@@ -168,4 +168,4 @@ class MedusaBlueprint(FolderBlueprint):
         return WideDrafter(self.folder, self.tensors.shapes(), wide.shapes(), fields, names.ADDED)
 
 
-PARTS = HeadParts(names.SIGNS, MedusaBlueprint, make_medusa, names.LAYOUTS)
+PARTS = HeadParts(MedusaBlueprint, make_medusa, names.LAYOUTS)

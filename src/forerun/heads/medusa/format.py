@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 
 from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadSigns, refuse_sizes
+from forerun.heads.folder import refuse_sizes
 from forerun.heads.layouts import DraftFiles, DraftLayout, DraftMethod, TargetFacts, infer_target
 from forerun.models.config import MOST_LAYERS, ModelConfig
 from forerun.models.projections import Shapes
 
 MOST_HEADS = 16
 HEADS_KEY, BLOCKS, HYDRA, ARCHITECTURE = "medusa_num_heads", "medusa_num_layers", "hydra", "MedusaModel"
-SIGNS = HeadSigns(((HEADS_KEY, ""),), needed=HEADS_KEY, layout="medusa")
 PREFIX, PICKLE = "medusa_head.", "medusa_lm_head.pt"
 TENSOR = re.compile(r"(?:medusa_head\.)?(\d{1,4})\.(?:in|\d{1,4}|\d{1,4}\.linear)\.(?:weight|bias)")
 ENTRY, BLOCK, OUTPUT = "{}.in", "{}.{}.linear", "{}.{}"  # linear layers: first (Hydra), of a block, and last

@@ -30,8 +30,8 @@ from forerun.draft.model.state_follower import StateFollower
 from forerun.draft.spec import DraftSpec
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import HeadBlueprint, HeadParts, StateBlueprint, WideDrafter, widened_layers
-from forerun.heads.folder import HeadFolder, OpenFolder
-from forerun.heads.mtp.format import LAYOUTS, SIGNS, MtpTensors, check_modules
+from forerun.heads.folder import HeadFolder
+from forerun.heads.mtp.format import LAYOUTS, MtpTensors, check_modules
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.state_decoder import StateDecoder
 from forerun.models.batch import TokenBatch
@@ -185,9 +185,10 @@ class MtpBlueprint(StateBlueprint):
         return cls.checked(folder, check_modules(folder))
 
     @classmethod
-    def read(cls, spec: DraftSpec, target: Blueprint, open_folder: OpenFolder) -> HeadBlueprint:
+    def read(cls, spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
         """The target's modules, unless the specification names a folder."""
-        return cls.of(HeadFolder.of_target(target) if spec.argument is None else open_folder(spec.argument))
+        name = spec.argument
+        return cls.of(HeadFolder.of_target(target) if name is None else HeadFolder.open(name, spec.name, target))
 
     def drafter(self, layers: MtpDecoder, runner: Runner, ids: IdMap) -> MtpDrafter:
         return MtpDrafter(layers, runner, ids)
@@ -203,4 +204,4 @@ class MtpBlueprint(StateBlueprint):
         return WideDrafter.of_layers(self.folder, shapes, layers, {}, (tensors.naming.projection.rpartition("}.")[2],))
 
 
-PARTS = HeadParts(SIGNS, MtpBlueprint, MtpStudent.fresh, LAYOUTS)
+PARTS = HeadParts(MtpBlueprint, MtpStudent.fresh, LAYOUTS)

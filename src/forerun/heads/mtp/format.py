@@ -18,10 +18,10 @@ import torch
 
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
-from forerun.heads.folder import HeadFolder, HeadSigns, model_fields, refuse_sizes
+from forerun.heads.folder import HeadFolder, model_fields, refuse_sizes
+from forerun.heads.kinds import SPECULATORS
 from forerun.heads.layouts import (
     LAYER_CONFIG,
-    SPECULATORS,
     TRAINING,
     DraftFiles,
     DraftLayout,
@@ -45,7 +45,6 @@ from forerun.models.weights import Checkpoint
 COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # names for the number of modules
 SHAPE_KEY = "hidden_size"  # a folder with this key describes its modules' layers; else they have the target's shapes
 DRAFT_VOCAB = "draft_vocab_size"  # number of tokens of the heads; `d2t` has their ids
-SIGNS = HeadSigns()
 KIND, COUNT = "mtp", COUNT_KEYS[0]  # the type in speculators, and its key for the number of modules
 
 
