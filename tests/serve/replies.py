@@ -1,7 +1,7 @@
 """Sends one request to every interface, as a whole and as a stream; each answer must be valid by its specification."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kit.servers import Running, specification, specification_file
@@ -14,13 +14,18 @@ JsonObject = dict[str, Any]
 
 @dataclass
 class Reply:
-    """An answer's content, its finish reason, and the numbers of tokens of the prompt, the answer and its reasoning."""
+    """An answer's content, its finish reason, and the numbers of tokens of the prompt, the answer and its reasoning.
+
+    Not compared, since not every interface has them: log-probabilities of tokens, and the stop string.
+    """
 
     reasoning: str = ""
     text: str = ""
     calls: tuple[tuple[str, Any], ...] = ()
     ended: str = ""
     counts: tuple[int, int, int] = (0, 0, 0)
+    logprobs: list[JsonObject] = field(default_factory=list, compare=False)
+    stop: str | None = field(default=None, compare=False)
 
 
 def assert_valid(body: object, schema: str) -> None:
@@ -37,7 +42,7 @@ def flat_format(chat: JsonObject) -> JsonObject:
 
 def response_of(chat: JsonObject) -> JsonObject:
     """The body of /v1/responses that asks for what a chat asks for."""
-    of_item = ("messages", "max_tokens", "tools", "response_format")
+    of_item = ("messages", "max_tokens", "tools", "response_format", "logprobs")
     body = {name: value for name, value in chat.items() if name not in of_item}
     items: list[JsonObject] = []
     for message in chat["messages"]:
@@ -58,12 +63,21 @@ def response_of(chat: JsonObject) -> JsonObject:
         body["tool_choice"] = {"type": "function", "name": choice["function"]["name"]}
     if "response_format" in chat:
         body["text"] = {"format": flat_format(chat)}
-    return body | {"input": items, "max_output_tokens": chat["max_tokens"], "model": "stories"}
+    included = {"include": ["message.output_text.logprobs"]} if "logprobs" in chat else {}
+    return body | {"input": items, "max_output_tokens": chat["max_tokens"], "model": "stories"} | included
 
 
 def message_of(chat: JsonObject) -> JsonObject:
     """The body of /v1/messages so, for a chat without earlier calls."""
-    of_item = ("tools", "tool_choice", "parallel_tool_calls", "stop", "include_reasoning", "response_format")
+    of_item = (
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "stop",
+        "include_reasoning",
+        "response_format",
+        "logprobs",
+    )
     body = {name: value for name, value in chat.items() if name not in of_item}
     if not chat.get("include_reasoning", True):
         body["thinking"] = {"type": "adaptive", "display": "omitted"}
@@ -102,7 +116,9 @@ def of_chat(answer: JsonObject) -> Reply:
     calls = read_calls(message.get("tool_calls", ()))
     assert message["content"] is not None or calls
     texts = message.get("reasoning_content") or "", message["content"] or ""
-    return Reply(*texts, calls, choice["finish_reason"], chat_counts(answer["usage"]))
+    logprobs = (choice["logprobs"] or {"content": []})["content"]
+    counts = chat_counts(answer["usage"])
+    return Reply(*texts, calls, choice["finish_reason"], counts, logprobs, choice["stop_reason"])
 
 
 def of_chunks(chunks: list[JsonObject]) -> Reply:
@@ -118,6 +134,8 @@ def of_chunks(chunks: list[JsonObject]) -> Reply:
                 assert call["index"] == len(calls)
                 calls.append(call)
             reply.ended = choice["finish_reason"] or ""
+            reply.logprobs += (choice["logprobs"] or {"content": []})["content"]
+            reply.stop = choice.get("stop_reason")
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     reply.calls, reply.counts = read_calls(calls), chat_counts(chunks[-1]["usage"])
     return reply
@@ -145,7 +163,9 @@ def of_response(answer: JsonObject) -> Reply:
     ) or calls
     counts = usage["input_tokens"], usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"]
     ended = "length" if incomplete else "tool_calls" if calls else "stop"
-    return Reply(texts["reasoning"], texts["message"], read_calls(calls), ended, counts)
+    parts = [item["content"][0] for item in items if item["type"] == "message"]
+    logprobs = [entry for part in parts for entry in part["logprobs"]]
+    return Reply(texts["reasoning"], texts["message"], read_calls(calls), ended, counts, logprobs)
 
 
 def schema_of(kind: str) -> str:
@@ -201,6 +221,7 @@ def of_message(answer: JsonObject) -> Reply:
         tuple((block["name"], block["input"]) for block in calls if block["id"]),
         ENDS[answer["stop_reason"]],
         (*counts, usage["output_tokens_details"]["thinking_tokens"]),
+        stop=answer["stop_sequence"],
     )
 
 
@@ -250,11 +271,19 @@ def reply_of(server: Running, chat: JsonObject, response: JsonObject, message: J
     reply = of_chat(server.post("/v1/chat/completions", **chat).json())
     assert of_chat(server.post("/v1/chat/completions", **chat | {"speculation": False}).json()) == reply
     options = {"stream_options": {"include_usage": True}}
-    assert of_chunks(server.events("/v1/chat/completions", **chat, **options)) == reply
-    assert of_response(server.post("/v1/responses", **response).json()) == reply
-    assert of_response_events(named_events(server, "/v1/responses", response)) == reply
-    assert of_message(server.post("/v1/messages", **message).json()) == reply
-    assert of_message_events(named_events(server, "/v1/messages", message)) == reply
+    chunks = of_chunks(server.events("/v1/chat/completions", **chat, **options))
+    responses = [
+        of_response(server.post("/v1/responses", **response).json()),
+        of_response_events(named_events(server, "/v1/responses", response)),
+    ]
+    messages = [
+        of_message(server.post("/v1/messages", **message).json()),
+        of_message_events(named_events(server, "/v1/messages", message)),
+    ]
+    assert [chunks, *responses, *messages] == [reply] * 5
+    assert (chunks.logprobs, chunks.stop) == (reply.logprobs, reply.stop)
+    assert [each.logprobs for each in responses] == [reply.logprobs[reply.counts[2] :]] * 2
+    assert [each.stop for each in messages] == [None if reply.ended == "tool_calls" else reply.stop] * 2
     return reply
 
 

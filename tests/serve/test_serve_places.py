@@ -75,8 +75,10 @@ class Crowd:
             fewest = min((self.held(tenant) for tenant in others), default=0)
             assert not others or self.held(entry.tenant) <= fewest, "tenants take turns"
             self.left[entry] = num_sequences
-        except (ApiError, asyncio.CancelledError):
+        except (ApiError, asyncio.CancelledError) as error:
             self.leave(entry)
+            if not full and getattr(error, "code", None) == "queue_full":
+                raise AssertionError("there was room in the queue") from error
 
     def leave(self, entry: OpenRequest) -> None:
         if entry in self.inside:
@@ -144,6 +146,45 @@ def test_a_free_place_goes_to_the_tenant_with_the_fewest_whoever_had_the_last_tu
         gate.leave(entries[4])
         await asyncio.gather(*tasks[:4], tasks[5])
         tasks[4].cancel()
+
+    asyncio.run(work())
+
+
+def test_as_many_samples_wait_as_the_queue_is_long() -> None:
+    async def work() -> None:
+        gate = Gate(num_requests=8, num_places=1, max_queue=5)
+        entries = [gate.enter("a") for _ in range(5)]
+        tasks = [asyncio.create_task(gate.place(entry, n)) for entry, n in zip(entries, (9, 2, 4, 3, 1), strict=True)]
+        await asyncio.sleep(0)
+        refused = [task.done() and isinstance(task.exception(), ApiError) for task in tasks]
+        assert refused == [False, False, True, False, True]
+        for entry in entries:
+            gate.leave(entry)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(work())
+
+
+def test_clients_are_told_to_wait_by_the_mean_time_between_departures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single late departure changes little."""
+
+    async def work() -> None:
+        now_s, gate = 0.0, Gate(num_requests=55, num_places=1, max_queue=55)
+        monkeypatch.setattr("forerun.serve.gate.time.perf_counter", lambda: now_s)
+        entries = [gate.enter("a") for _ in range(55)]
+        tasks = [asyncio.create_task(gate.place(entry, 1)) for entry in entries]
+        await asyncio.sleep(0)
+        for entry in entries[:51]:
+            now_s += 2.0
+            gate.leave(entry)
+        assert (gate.num_waiting, gate.retry_s) == (3, 6)
+        now_s += 20.0
+        gate.leave(entries[51])
+        assert gate.num_waiting == 2
+        assert 4 <= gate.retry_s <= 8
+        for entry in entries[52:]:
+            gate.leave(entry)
+        await asyncio.gather(*tasks)
 
     asyncio.run(work())
 

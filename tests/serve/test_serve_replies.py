@@ -18,12 +18,13 @@ NAMED = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name"
 STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 FORM = CALL.replace('"Rome"', '"(Rome|Oslo)", "days": 3').replace("{", r"\{").replace("}", r"\}")
 THINK = "{{ messages[0].content }}{# </think> #}"
-SAID = "Write <|end|>, <|channel|>final<|message|> and [TOOL_CALLS]weather[ARGS]{} or </think>."
+LESS = "504"  # the id of "<", with which a tag of reasoning may begin
+SAID = "Write <|end|>, <|channel|>final<|message|> and [TOOL_CALLS]weather[ARGS]{} or </think>. "
 SHORT = {"structured_outputs": {"regex": "[a-z .]{5,12}"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": ["red", "green"]}}}
 PLAIN: list[tuple[dict[str, Any], tuple[int, int], str]] = [  # a chat; the fewest and most calls; what the text is
-    ({"chat_template": TEMPLATE, "max_tokens": 30, "temperature": 1.2}, (0, 0), ".+"),
-    ({"chat_template": TEMPLATE, "max_tokens": 60, "temperature": 0, "stop": ["a "]}, (0, 0), ".+"),
+    ({"chat_template": THINK, "max_tokens": 20, "logit_bias": {LESS: 24}, "logprobs": True}, (0, 0), "<.+"),
+    ({"chat_template": TEMPLATE, "max_tokens": 60, "temperature": 0, "stop": ["a "], "logprobs": True}, (0, 0), ".+"),
     ({"chat_template": TEMPLATE, "response_format": FORMAT}, (0, 0), '"(red|green)"'),
     ({"chat_template": HERMES, **ONE}, (1, 1), ""),
     ({"chat_template": HERMES, **NAMED}, (1, 1), ""),
@@ -31,10 +32,14 @@ PLAIN: list[tuple[dict[str, Any], tuple[int, int], str]] = [  # a chat; the fewe
     ({"chat_template": HERMES, **ONE, "parallel_tool_calls": True, "max_tokens": 90}, (0, 16), "(.|\n)*"),
     ({"chat_template": HERMES, "tools": STRICT, "max_tokens": 30, "temperature": 1.2}, (0, 1), "(.|\n)*"),
     (
-        {"chat_template": HERMES, "tools": TOOLS, "structured_outputs": {"regex": rf"Well\. {FORM}\n{FORM} So\."}},
+        {
+            "chat_template": HERMES, "tools": TOOLS, "stop": [" Now"],
+            "structured_outputs": {"regex": rf"Well\. {FORM}\n{FORM} So\. Now"},
+        },
         (2, 2), "Well.So.",
     ),
     ({"chat_template": HERMES, "tools": TOOLS, "max_tokens": 12}, (0, 0), "(.|\n)+"),
+    ({"chat_template": THINK, "max_tokens": 1, "logit_bias": {LESS: 100}, "logprobs": True}, (0, 0), "<"),
 ]  # fmt: skip
 server, specially = serving(), serving(tagged)
 
@@ -46,7 +51,7 @@ def check(call: tuple[str, Any]) -> None:
     assert name in ("weather", 'say "hi"')
 
 
-@pytest.mark.short("0", "1", "2", "3", "8")
+@pytest.mark.short("0", "1", "2", "3", "8", "10")
 @pytest.mark.parametrize("number", range(len(PLAIN)))
 def test_every_interface_gives_the_same_answer(server: Running, number: int) -> None:
     body, (fewest, most), text = PLAIN[number]
@@ -75,12 +80,12 @@ THINKING = {"chat_template": THINK, "logit_bias": {str(id_of("<think>")): 60, st
 ENDED = {"logit_bias": {str(id_of("<|end|>")): 25}}
 SPECIALLY: list[tuple[dict[str, Any], str]] = [  # a chat, and what it has in some of its answers
     ({"chat_template": HARMONY, "max_tokens": 200, **SHORT}, "text"),
-    ({"chat_template": HARMONY, "max_tokens": 200, **SHORT, **ENDED}, "reasoning"),
+    ({"chat_template": HARMONY, "max_tokens": 200, **SHORT, **ENDED, "logprobs": True}, "reasoning"),
     ({"chat_template": HARMONY, "max_tokens": 200, **SHORT, **ENDED, "include_reasoning": False}, "text"),
     ({"chat_template": HARMONY, "max_tokens": 200, **SHORT, "skip_special_tokens": False}, "text"),
     ({"chat_template": HARMONY, "max_tokens": 240, **ONE}, "calls"),
     ({"chat_template": MISTRAL, "max_tokens": 240, **ONE}, "calls"),
-    ({**THINKING, "max_tokens": 120, **SHORT}, "reasoning"),
+    ({**THINKING, "max_tokens": 120, **SHORT, "logprobs": True}, "reasoning"),
 ]
 
 
@@ -104,5 +109,5 @@ def test_special_tokens_separate_parts_and_are_never_shown(specially: Running, n
 @pytest.mark.parametrize("template", [HARMONY, THINK])
 def test_text_that_spells_special_tokens_is_returned_unchanged(specially: Running, template: str) -> None:
     ending = {str(id_of("<|end|>" if template == HARMONY else "</think>")): 60}
-    body = {"chat_template": template, "logit_bias": ending, "structured_outputs": {"choice": [SAID]}}
+    body = {"chat_template": template, "logit_bias": ending, "structured_outputs": {"choice": [SAID]}, "logprobs": True}
     assert reply_everywhere(specially, **HI | body, seed=1).text == SAID

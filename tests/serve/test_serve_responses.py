@@ -118,6 +118,7 @@ def test_a_failed_stream_ends_with_an_error_event(server: Running, monkeypatch: 
     last = json.loads(answer.text.strip().rpartition("data: ")[2])
     assert_valid(last, "ResponseFailedEvent")
     assert last["response"]["error"] == {"code": "server_error", "message": "it took too long."}
+    assert [item["status"] for item in last["response"]["output"]] == ["incomplete"]
 
 
 def test_openais_client_calls_answers_and_asks_again(server: Running) -> None:

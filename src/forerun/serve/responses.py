@@ -125,6 +125,8 @@ class ResponseWriter(Writer):
     def logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         """The log-probabilities of the tokens that are now known to be message text."""
         kinds = self.counter.feed(delta.token_ids)
+        if delta.finish_reason:
+            kinds += ["content"] * self.counter.num_undecided  # what only began like a tag was text
         entries = self.entries + chat_entries(delta.logprobs, self.texts)
         self.entries = entries[len(kinds) :]
         return [entry for kind, entry in zip(kinds, entries, strict=False) if kind == "content"]
