@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,9 +186,10 @@ def test_tenants_take_turns_in_the_batch() -> None:
     assert not scheduler.waiting.queues
 
 
-def test_a_preempted_sequence_resumes_before_other_tenants() -> None:
+@pytest.mark.parametrize("tenants", ["aab", "aaa"])
+def test_a_preempted_sequence_resumes_before_those_that_wait(tenants: str) -> None:
     scheduler = scheduler_of(cache_of(4000, 4), 2, 100)
-    first, second, other = sequences([(9, 9)] * 3, "aab")
+    first, second, other = sequences([(9, 9)] * 3, tenants)
     scheduler.submit(first)
     scheduler.submit(second)
     scheduler.plan()

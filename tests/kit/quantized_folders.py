@@ -205,12 +205,15 @@ KINDS: dict[str, Kind] = {
     "compressed, fp8": Kind("FP8", OF_FP8, partial(fp8, rows=1, columns=0, end=".weight_scale"), False),
     "compressed, fp8, all": Kind("FP8", OF_FP8, partial(fp8, rows=0, columns=0, end=".weight_scale"), False),
     "fp8": Kind("FP8", {"quant_method": "fp8"}, partial(fp8, rows=128, columns=128, end=".weight_scale_inv"), False),
-    "fp8, 48": Kind(
-        "FP8",
-        {"quant_method": "fp8", "weight_block_size": [48, 80]},
-        partial(fp8, rows=48, columns=80, end=".weight_scale_inv"),
-        False,
-    ),
+    **{
+        f"fp8, {rows} x {columns}": Kind(
+            "FP8",
+            {"quant_method": "fp8", "weight_block_size": [rows, columns]},
+            partial(fp8, rows=rows, columns=columns, end=".weight_scale_inv"),
+            False,
+        )
+        for rows, columns in ((48, 80), (48, 192))
+    },
     "nf4": Kind("NF4", NESTED, partial(nf4, nested=False), False, 2),
     "nf4, nested": Kind("NF4", NESTED, partial(nf4, nested=True), False, 2),
     "bitsandbytes, bytes": Kind("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True}, largest),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forerun.models.families import FAMILIES
+from forerun.models.gguf.config import query_scalar
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.tensors import hugging_face_tensors
 from forerun.models.loading import Blueprint
@@ -113,6 +114,23 @@ def test_a_file_gives_the_bits_of_the_folder_that_it_was_made_of(case: str, numb
         for path in (folder, file)
     )
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "width", "heads", "head_dim", "number"),
+    [
+        ("gemma2", 42, 3584, 16, 256, 256),
+        ("gemma2", 46, 4608, 32, 128, 144),
+        ("gemma3", 48, 3840, 16, 256, 256),
+        ("gemma3", 62, 5376, 32, 128, 168),
+    ],
+)
+def test_queries_of_the_largest_gemmas_are_divided_by_the_root_of_another_number(
+    name: str, layers: int, width: int, heads: int, head_dim: int, number: int
+) -> None:
+    """The query_pre_attn_scalar of the config.json, which is not in the file."""
+    config = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "head_dim": head_dim}
+    assert query_scalar(GgufFile(Path("model.gguf"), {"general.architecture": name}, {}), config) == number
 
 
 @pytest.mark.parametrize(("case", "family"), [("llama, tied", "LlamaForCausalLM"), ("gpt-oss", "GptOssForCausalLM")])

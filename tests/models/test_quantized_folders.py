@@ -73,14 +73,17 @@ def test_weights_are_those_that_the_format_defines(kind: str, sources: dict[str,
     assert Blueprint.of(str(tmp_path), kernels="torch").format == f"bfloat16, {KINDS[kind].label} weights unpacked"
 
 
-@pytest.mark.parametrize("kind", ["awq, 64", "gptq, 8 bits, zeros", "compressed, 64", "fp8", "compressed, fp8"])
+@pytest.mark.parametrize(
+    "kind", ["awq, 64", "gptq, 8 bits, zeros", "compressed, 64", "fp8", "fp8, 48 x 192", "compressed, fp8"]
+)
 def test_the_memory_plan_has_the_size_of_weights_on_a_gpu(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    write_quantized(sources["llama"], tmp_path, kind)
+    meant = write_quantized(sources["llama"], tmp_path, kind)
     checkpoint = Checkpoint.of_model(tmp_path, torch.bfloat16, on_gpu=True)
     for name, entry in checkpoint.stored.items():
         if isinstance(entry, QuantizedTensor) and checkpoint.group_bytes(entry):
             groups = checkpoint.groups(name, entry.shape)
             assert groups is not None
+            assert torch.equal(groups.dense(), meant[name])
             packed = PackedGroups.of(groups, torch.device("cpu"))
             held = sum(t.nbytes for t in (packed.numbers, packed.scales, packed.least) if t is not None)
             outputs = entry.shape[0] if packed.scales.shape[0] == 1 else 0
@@ -171,7 +174,7 @@ def test_layers_kept_quantised_have_the_bits_of_the_definition(
         "fp8",
         "compressed, fp8",
         "compressed, fp8, all",
-        "fp8, 48",
+        "fp8, 48 x 80",
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -181,7 +184,7 @@ def test_passes_of_fixed_shape_keep_weights_quantised(
     """As on a GPU, where FP8 stays too, and inputs are not rounded."""
     meant = write_quantized(sources[family], tmp_path / "quantised", kind)
     held, plain = (Blueprint.of(str(f), device=FIXED) for f in (tmp_path / "quantised", sources[family]))
-    stays = KINDS[kind].stays or (KINDS[kind].label == "FP8" and kind != "fp8, 48")
+    stays = KINDS[kind].stays or (KINDS[kind].label == "FP8" and kind != "fp8, 48 x 80")
     assert held.keeps_groups == stays
     assert held.format == f"bfloat16, {KINDS[kind].label} weights{'' if stays else ' unpacked'}"
     assert not stays or held.weights_bytes < 0.75 * plain.weights_bytes

@@ -47,7 +47,7 @@ def test_ranks_give_the_answers_of_one_process_for_every_family(world: int, arch
 
 @pytest.mark.usefixtures("in_threads")
 @pytest.mark.short("awq, 64", "gptq, by activations", "gptq 2, *", "gptq, outputs", "gptq, 8 bits, zeros",
-                   "compressed, mixed", "compressed, bytes", "fp8, 48", "nf4, nested", "bitsandbytes*",
+                   "compressed, mixed", "compressed, bytes", "fp8, 48 x 80", "nf4, nested", "bitsandbytes*",
                    "mxfp4")  # fmt: skip
 @pytest.mark.parametrize("kind", [*KINDS, "mxfp4"])
 def test_ranks_give_the_answers_of_one_process_for_stored_formats(kind: str, tmp_path: Path) -> None:

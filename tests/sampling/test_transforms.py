@@ -134,6 +134,10 @@ def test_ties_are_kept_together_by_filters_and_split_by_greedy() -> None:
     assert law_of(tied, temperature=0.0) == [0, 1, 0, 0, 0]
 
 
+def test_a_nucleus_ends_where_the_probabilities_reach_top_p_exactly() -> None:
+    assert law_of([1.0, 0.0], top_p=law_of([1.0, 0.0])[0]) == [1, 0]
+
+
 def test_filters_of_one_row_do_not_change_rows_without_filters() -> None:
     """A row without filters keeps all its tokens although another row has filters (cumulated sums exceed 1)."""
     logits = random_logits(2, 3, torch.float32, 5000)

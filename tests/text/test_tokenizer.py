@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 from typing_extensions import override
 
@@ -253,6 +253,14 @@ def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, kind: str, text
     assert ours.special_ids == set(theirs.all_special_ids)
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.vocab_size == len(theirs)
+
+
+def test_text_inside_other_text_gets_no_blank_that_a_tokenizer_adds_at_the_start() -> None:
+    with_blank = byte_level()
+    with_blank._backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    for tokenizer in (stories(), byte_level(), with_blank):
+        for text in ("the", " the"):
+            assert tokenizer.decode(tokenizer.encode("x") + tokenizer.encode_inside(text)).endswith(f"x{text}")
 
 
 @pytest.mark.parametrize("special", [False, True])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from forerun.train import optimizer
 from forerun.train.optimizer import Float32Muon, build_optimizers, orthogonal
+from forerun.train.settings import TrainSettings
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # torch's
 
@@ -54,3 +55,9 @@ def test_it_is_used_where_bfloat16_is_slow(fast: bool, monkeypatch: pytest.Monke
     monkeypatch.setattr(optimizer, "has_bfloat16_linears", lambda: fast)
     kinds = [type(own) for own in build_optimizers({"a": torch.ones(3, 3), "b": torch.ones(3)}, 0.01)]
     assert kinds == [torch.optim.Muon if fast else Float32Muon, torch.optim.AdamW]
+
+
+def test_the_rate_rises_in_the_first_tenth_of_the_steps_and_then_falls_to_zero() -> None:
+    rates = [TrainSettings(steps=100).rate_at(step, step / 100) for step in range(100)]
+    assert rates[:9] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    assert rates[9:] == pytest.approx([(100 - step) / 100 for step in range(9, 100)])

@@ -1,10 +1,10 @@
 """The static tree of a training: accuracies by brute force, the best nodes by enumeration, and drafts in its shape."""
 
 import itertools
-import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,14 +64,20 @@ def test_accuracies_are_those_of_the_draft_tokens_and_an_engine_accepts_more_in_
     assert accepted[1] > 1.1 * accepted[0]
 
 
-def test_a_tokens_rank_is_its_place_among_the_draft_tokens(tmp_path: Path) -> None:
+def test_a_tokens_rank_is_its_place_among_the_draft_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TrainSettings(steps=1, max_tokens=12, held_out=2, temperature=0.0)
     student = student_of("medusa", Blueprint.of(str(TARGET)), tmp_path / "heads")
     source = source_for(student, settings, tmp_path)
     objective, text = source.objective, source.held_out(no_report)[0]
     source.llm.close()
-    logits = torch.zeros(1, len(text.roots), objective.num_ids)
     answer_tokens = torch.tensor(text.tokens[text.num_prompt :])
+    right = [
+        torch.nn.functional.one_hot(answer_tokens.roll(-depth), objective.num_ids)[None].float() for depth in range(3)
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(student), "predict", lambda *_: SimpleNamespace(logits=right))
+        assert [by_rank[0] for by_rank in accuracies(objective, student, [text])] == [1.0] * 3
+    logits = torch.zeros(1, len(text.roots), objective.num_ids)
     for rank in range(4):
         logits.zero_()
         for place, token in enumerate(answer_tokens.tolist()):
@@ -79,4 +85,3 @@ def test_a_tokens_rank_is_its_place_among_the_draft_tokens(tmp_path: Path) -> No
             logits[0, place, others], logits[0, place, token] = 5.0, 4.0
         ranks = ranks_of(objective, student, text, logits, 1, 4)[: len(answer_tokens)]
         assert ranks.tolist() == [rank] * len(answer_tokens)
-        assert json.dumps(ranks.tolist())
