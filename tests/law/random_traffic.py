@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from forerun.accept.delta import Delta
 from forerun.config import EngineOptions, Speculation
 from forerun.engine.sequence import Sequence
 from forerun.request import Request
@@ -23,19 +24,36 @@ STATIC = Speculation(tree=StaticTree([[0], [1], [0, 0]]))
 
 
 @dataclass(slots=True)
+class Received:
+    """What a client received of a sample: its deltas together, and its end."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    end: tuple[object, ...] = ()
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta; of an error its type counts, since its message may name a request."""
+        self.tokens += delta.token_ids
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.end = (delta.finish_reason, delta.stop_reason, type(delta.error))
+
+
+@dataclass(slots=True)
 class LiveText:
     """An unfinished sample, and the same sample decoded plainly, alone and without a prefix cache."""
 
     sample: Sequence
     alone: Sequence
-    expected: list[TokenLogprobs]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    expected: Received
+    received: Received = field(default_factory=Received)
 
     def assert_plain(self) -> None:
         """Assert that the sample equals the one decoded alone, to the bit."""
-        assert self.sample.tokens == self.alone.tokens
-        assert self.logprobs == self.expected
-        assert self.sample.prompt_logprobs == self.alone.prompt_logprobs
+        assert self.sample.tokens == self.alone.tokens, self.sample.params
+        assert self.received == self.expected, self.sample.params
+        assert self.sample.prompt_logprobs == self.alone.prompt_logprobs, self.sample.params
 
 
 class Traffic:
@@ -78,12 +96,13 @@ class Traffic:
     def ask(self) -> None:
         """Submit a request, after decoding its answer plainly."""
         request = self.request()
-        alone, expected = self.requests.sequences(replace(request, speculation=False)), list[list[TokenLogprobs]]()
+        alone, expected = self.requests.sequences(replace(request, speculation=False)), list[Received]()
         for text in alone:
             self.plain.submit(text)
-            expected.append([])
+            expected.append(Received())
             while self.plain.has_work:
-                expected[-1].extend(logprob for delta in self.plain.step() for logprob in delta.logprobs)
+                for delta in self.plain.step():
+                    expected[-1].add(delta)
         samples = self.requests.sequences(request)
         for live in map(LiveText, samples, alone, expected):
             self.live[live.sample.id] = live
@@ -103,7 +122,7 @@ class Traffic:
             self.engine.forget([scheduler.preempt(scheduler.running[-1])])
         for delta in self.engine.step():
             text = self.live[delta.seq_id]
-            text.logprobs += delta.logprobs
+            text.received.add(delta)
             if delta.finish_reason is not None:
                 self.live.pop(delta.seq_id).assert_plain()
                 self.past[text.sample.tenant or ""].append(text.sample.tokens)
@@ -111,7 +130,7 @@ class Traffic:
                 self.counts["preempted"] += text.sample.num_preempted
         self.engine.runner.cache.check()
 
-    def play(self, num_requests: int) -> None:
+    def run(self, num_requests: int) -> None:
         """Run `num_requests` requests, a few at a time, to their ends."""
         while self.live or num_requests:
             if num_requests and len(self.live) < 6:
@@ -120,5 +139,9 @@ class Traffic:
             if self.live and self.rng.random() < 0.02:
                 self.cancel()
             self.round()
+
+    def play(self, num_requests: int) -> None:
+        """`run`, with enough requests for some to finish and some to be preempted."""
+        self.run(num_requests)
         assert self.counts["finished"] > 4
         assert self.counts["preempted"] > 0

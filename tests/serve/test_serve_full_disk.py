@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,21 +127,19 @@ def test_no_socket_takes_the_place_of_a_closed_stream() -> None:
 @contextmanager
 def serving(redirect: str, *options: str, **env: str) -> Iterator[httpx.Client]:
     """The command in a shell with redirected streams; asserts that it drains properly at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    line = " ".join(["exec", *command("--port", str(port), "--access-log", *options), redirect])
+    line = " ".join(["exec", *command("--access-log", *options), redirect])
     process = launched(["bash", "-c", line], subprocess.DEVNULL, **env)
+
+    def ports() -> list[int]:
+        """Where it listens; it cannot be read from its log."""
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        sockets = psutil.Process(process.pid).net_connections("tcp4")
+        return [each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN]
+
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S) as http:
-
-            def ready() -> bool:
-                assert process.poll() is None, f"it ended with {process.returncode}"
-                with suppress(httpx.ConnectError):
-                    return bool(http.get("/ready").status_code == 200)
-                return False
-
-            until(ready, pause_s=0.05)
+        until(ports, pause_s=0.05)
+        with httpx.Client(base_url=f"http://127.0.0.1:{ports()[0]}", trust_env=False, timeout=PATIENCE_S) as http:
+            until(lambda: http.get("/ready").status_code == 200, pause_s=0.05)
             yield http
             assert http.post("/v1/completions", json=OK).json()["choices"][0]["text"] == expected()
             assert "forerun:generation_tokens_total" in http.get("/metrics").text

@@ -62,6 +62,25 @@ def test_a_template_that_refuses_blames_the_conversation() -> None:
         rendered(QWEN, [TALK[0], TALK[0]])
 
 
+BY_ROLE = "{% for m in messages %}{% if m.role in known %}<{{ m.role }}>{{ m.content | trim }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("role", ["developer", "usr", "User", ""])
+@pytest.mark.parametrize("content", ["Be brief.", "", [{"type": "text", "text": "Be brief."}]])
+def test_messages_that_the_template_would_ignore_are_refused(role: str, content: object) -> None:
+    """Their role may be misspelled. A template may know other roles than the usual ones."""
+    talk = [TALK[0], {"role": role, "content": content}]
+    for more in ({"add_generation_prompt": True}, {"continue_final_message": isinstance(content, str)}):
+        with pytest.raises(InvalidRequest, match=rf"messages\[1\]: .* ignores messages of the role '{role}': use"):
+            rendered(BY_ROLE, talk, known=["user"], **more)
+    assert rendered(BY_ROLE, talk, known=["user", role]).startswith(f"<user><hi> & é<{role}>")
+
+
+def test_a_template_that_fails_for_another_content_does_not_ignore_it() -> None:
+    source = "{% for m in messages %}{{ raise_exception('no') if '|' in m.content }}{{ m.role }}{% endfor %}"
+    assert rendered(source, [{"role": "function", "content": "{}"}]) == "function"
+
+
 def test_templates_may_ask_for_the_date() -> None:
     assert int(rendered("{{ strftime_now('%Y') }}")) >= 2024
 

@@ -30,6 +30,7 @@ LONGEST_TEMPLATE = 1 << 20
 LONGEST_VALUES = 1 << 24  # characters: several times what the longest context holds
 ITEM = 32  # characters that each value counts as, in addition to those of its text
 LONGEST_NUMBER = 1 << 10  # bits
+ROLES = ("system", "user", "assistant", "tool")  # that templates know, or refuse
 
 
 class ChatTemplate:
@@ -81,7 +82,7 @@ class ChatTemplate:
 
         `options` are passed to the template by name: tools, documents, enable_thinking and so on. Raises
         ChatTemplateError if the template is missing or fails, InvalidRequest if the messages are invalid or the
-        template refuses them.
+        template refuses them, or ignores one because of its role.
         """
         talk = conversation(messages)
         if add_generation_prompt and continue_final_message:
@@ -93,8 +94,26 @@ class ChatTemplate:
         name = "tool_use" if plain_options.get("tools") else "default"
         if continue_final_message:
             mark_end(talk)
-        text = self._run(name, values | {"messages": talk, "add_generation_prompt": add_generation_prompt})
+        values |= {"messages": talk, "add_generation_prompt": add_generation_prompt}
+        text = self._run(name, values)
+        self._require_roles(name, values)
         return up_to_mark(text) if continue_final_message else text
+
+    def _require_roles(self, name: str, values: dict[str, Any]) -> None:
+        """Raise InvalidRequest if the contents of messages with other roles than ROLES are missing in the text."""
+        turns = values["messages"]
+        unusual = [i for i, each in enumerate(turns) if each["role"] not in ROLES and each.get("content") is not None]
+        if not unusual:
+            return
+        marked = [each | {"content": f"{MARK}{i}."} if i in unusual else each for i, each in enumerate(turns)]
+        try:
+            text = self._run(name, values | {"messages": marked})
+        except (InvalidRequest, ChatTemplateError):
+            return  # other contents are refused, so they are not ignored
+        for i in unusual:
+            if marked[i]["content"] not in text:
+                problem = f"the chat template ignores messages of the role {shown(turns[i]['role'])}"
+                raise InvalidRequest(f"messages[{i}]", f"{problem}: use one of {', '.join(ROLES)}.")
 
     def require(self, name: str = "default") -> None:
         """Raise ChatTemplateError if a template is missing or does not parse."""
