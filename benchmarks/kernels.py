@@ -42,6 +42,7 @@ from forerun.models.choice import cpu_backend, has_bfloat16_linears
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
 from forerun.models.loading import Blueprint
+from forerun.models.packing import WeightLoader
 from forerun.models.rows import MIN_ROWS
 from forerun.models.runner import Read, Runner
 
@@ -186,7 +187,7 @@ def attention() -> None:
     def take(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=dice) * float(shape[-1] ** -0.5)
 
-    decoder = Decoder(config, take, torch.bfloat16, cpu_backend("native", torch.bfloat16))
+    decoder = Decoder(config, WeightLoader(take, torch.bfloat16, cpu_backend("native", torch.bfloat16)))
     runner = Runner.of(decoder, LONG + 128)
     for first in range(0, LONG, 500):
         runner.read([Read(0, [i % 64 for i in range(first, first + 500)])])

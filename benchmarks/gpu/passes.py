@@ -34,6 +34,7 @@ from forerun.models.backends.gpu.tiles import device_ms
 from forerun.models.backends.gpu.verdicts import VerdictShape
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder
+from forerun.models.packing import WeightLoader
 from forerun.models.runner import Read
 from forerun.sampling.params import SamplingParams
 
@@ -61,7 +62,7 @@ def random_runner(setting: Setting, form: WeightFormat) -> GraphRunner:
             return torch.ones(shape, dtype=torch.bfloat16, device=placement.device)
         return torch.randn(shape, generator=dice, dtype=torch.bfloat16, device=placement.device) * 0.02
 
-    decoder = Decoder(config, take, torch.bfloat16, GpuBackend(placement), form.quantize)
+    decoder = Decoder(config, WeightLoader(take, torch.bfloat16, GpuBackend(placement), form.quantize))
     runner = GraphRunner.of(decoder, config.max_positions)
     assert isinstance(runner, GraphRunner)
     return runner

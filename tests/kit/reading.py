@@ -9,6 +9,7 @@ from torch import Tensor
 from forerun.models.backends.base import Backend
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
+from forerun.models.packing import WeightLoader
 from forerun.models.runner import Read, Runner
 from kit.unchecked import unchecked
 
@@ -72,4 +73,4 @@ def random_decoder(config: ModelConfig, dtype: torch.dtype, backend: Backend, sc
         deviation = scale / shape[-1] ** 0.5 if name.startswith(("lm_head", "model.embed")) else shape[-1] ** -0.5
         return deviation * torch.randn(shape, generator=generator)
 
-    return Decoder(config, take, dtype, backend)
+    return Decoder(config, WeightLoader(take, dtype, backend))

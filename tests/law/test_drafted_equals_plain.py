@@ -28,6 +28,7 @@ from forerun.models.bundled import BUNDLED
 from forerun.models.choice import cpu_backend
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
+from forerun.models.packing import WeightLoader
 from forerun.models.runner import Runner
 from forerun.request import Request
 from forerun.sampling.params import SamplingParams
@@ -223,7 +224,8 @@ def random_pair(numbers: str) -> Bench:
 
     held = {"float32": torch.float32, "float16": torch.float16}
     chosen, dtype = number_format(numbers), held.get(numbers.partition(" ")[0], torch.bfloat16)
-    decoder = Decoder(config, take, dtype, cpu_backend(chosen["kernels"], dtype), chosen["quantize"])
+    weights = WeightLoader(take, dtype, cpu_backend(chosen["kernels"], dtype), chosen["quantize"])
+    decoder = Decoder(config, weights)
     runner = Runner(decoder, bench.runner.cache)
     return Bench(replace(bench.target, config=config), bench.draft, runner, bench.reader)
 

@@ -13,6 +13,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.experts_config import ExpertsConfig
 from forerun.models.families import NUMBERED_MOE
 from forerun.models.loading import Blueprint
+from forerun.models.packing import WeightLoader
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from kit.checkpoints import SMALL, TARGET
@@ -40,7 +41,7 @@ def decoders(dtype: torch.dtype, stories: ModelConfig) -> list[Decoder]:
 
     The last one has all options of experts: a shared expert, biases, sinks, dense layers.
     """
-    real = Decoder(stories, Checkpoint(TARGET, dtype).take, dtype, TorchBackend())
+    real = Decoder(stories, WeightLoader(Checkpoint(TARGET, dtype).take, dtype, TorchBackend()))
     odd = replace(
         stories, max_positions=2048, intermediate=83, windows=(None, 700, 37, None, 512), qkv_bias=True, qk_norm=True
     )

@@ -19,6 +19,7 @@ from forerun.models.backends.native_check import checked
 from forerun.models.config import read_config
 from forerun.models.decoder import Decoder
 from forerun.models.loading import Blueprint
+from forerun.models.packing import WeightLoader
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
 from kit.checkpoints import TARGET
@@ -66,7 +67,7 @@ def test_every_processor_gives_the_same_bits(levels: list[str]) -> None:
 def read_in(dtype: torch.dtype, kernels: NativeBackend, edit: Callable[[str, Tensor], Tensor]) -> tuple[Runner, Tensor]:
     """A model with edited weights of float16, held in `dtype`, that has read some tokens; and their logits."""
     stored = Checkpoint(TARGET, torch.float16)
-    decoder = Decoder(read_config(TARGET), lambda n, s: edit(n, stored.take(n, s)), dtype, kernels)
+    decoder = Decoder(read_config(TARGET), WeightLoader(lambda n, s: edit(n, stored.take(n, s)), dtype, kernels))
     runner = Runner.of(decoder, 256)
     return runner, runner.read([Read(0, list(range(3, 203)), judged=range(200))]).logits
 

@@ -22,6 +22,7 @@ from forerun.models.backends.torch_cpu.grouped import GroupedLinear, GroupedWeig
 from forerun.models.decoder import Decoder
 from forerun.models.layer import Linear
 from forerun.models.loading import Blueprint
+from forerun.models.packing import WeightLoader
 from forerun.models.quantized.tensors import QuantizedTensor
 from forerun.models.weights import Checkpoint
 from kit.checkpoints import read_json, rewritten, written
@@ -107,7 +108,7 @@ def test_parts_of_a_layer_in_whole_and_in_floating_numbers_are_unpacked(
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         return (floats if name == names[0] else whole).take(name, shape)
 
-    decoder = Decoder(config, take, torch.bfloat16, GpuBackend(FIXED), take_groups=take_groups)
+    decoder = Decoder(config, WeightLoader(take, torch.bfloat16, GpuBackend(FIXED), None, take_groups))
     got = decoder.layers[0].attention.qkv(torch.eye(config.hidden, dtype=torch.bfloat16))
     wanted = torch.cat([of_both[name == names[0]][name] for name in names])
     assert torch.equal(got, wanted.T.bfloat16())
@@ -151,9 +152,8 @@ def test_layers_kept_quantised_have_the_bits_of_the_definition(
     blueprint = Blueprint.of(str(tmp_path / "quantised"), kernels="native")
     assert blueprint.keeps_groups
     checkpoint = blueprint.checkpoint(blueprint.dtype)
-    by_torch = Decoder(
-        blueprint.config, checkpoint.take, blueprint.dtype, TorchBackend(), take_groups=checkpoint.groups
-    )
+    weights = WeightLoader(checkpoint.take, blueprint.dtype, TorchBackend(), None, checkpoint.groups)
+    by_torch = Decoder(blueprint.config, weights)
     compared = pairs(blueprint.load(128).decoder, by_torch)
     assert all(isinstance(definition, GroupedLinear) for _, definition in compared)
     for layer, definition in compared:

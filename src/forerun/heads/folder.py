@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -27,9 +26,9 @@ from forerun.models.backends.base import Backend
 from forerun.models.bundled import BUNDLED, BUNDLED_HEAD_NAMES, BUNDLED_HEADS
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
-from forerun.models.layer import Linear
+from forerun.models.layer import Bias, Linear, WeightMatrix
 from forerun.models.loading import Blueprint
-from forerun.models.packing import MakeLinear
+from forerun.models.packing import Take, WeightLoader
 from forerun.models.projections import HEAD, Shapes
 from forerun.models.source import HUB_FILES, find_folder, similar_names
 from forerun.models.weights import BUFFERS, Checkpoint
@@ -110,10 +109,13 @@ class HeadFolder:
         """The quantization of the heads' layers: the target's, or int8 if the target's weights stay as stored."""
         return self.target.quantize or ("int8" if self.target.keeps_groups else None)
 
-    @property
-    def make(self) -> MakeLinear:
-        """A function that makes a linear layer from weights, with the quantization `quantize`."""
-        return partial(self.backend.linear, quantize=self.quantize)
+    def make(self, weight: WeightMatrix, bias: Bias | None = None) -> Linear:
+        """A linear layer with the quantization `quantize`."""
+        return self.backend.linear(weight, bias, self.quantize)
+
+    def weights(self, fetch: Take) -> WeightLoader:
+        """The weights that `fetch` returns, for a decoder with the target's dtype and backend."""
+        return WeightLoader(fetch, self.target.dtype, self.backend, self.quantize)
 
     def shared_head(self, ids: Int[Tensor, " draft_vocab"], target: Decoder) -> Linear:
         """The target's head, or a head of its rows `ids` unless these are all ids in order."""

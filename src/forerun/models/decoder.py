@@ -17,13 +17,12 @@ from torch import Tensor
 
 from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
-from forerun.config import Quantization
 from forerun.device import DeviceSpan, upload
-from forerun.models.backends.base import Backend, DecoderParts
+from forerun.models.backends.base import DecoderParts
 from forerun.models.batch import TokenBatch
 from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
-from forerun.models.packing import LayerMaker, Take, TakeGroups, centred, gains, shifted
+from forerun.models.packing import LayerMaker, WeightLoader, centred, gains, shifted
 from forerun.models.projections import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD
 from forerun.models.rope import rope_tables
 from forerun.models.rows import rms_norm
@@ -104,12 +103,10 @@ class Outputs:
 class Decoder:
     """A decoder-only transformer over a PagedCache.
 
-    The constructor reads each checkpoint tensor once, with `take(name, shape)`, layer by layer, and drops it when it is
-    packed: loading never holds more than the packed weights and the tensors of one layer. A tied head is a packed copy
-    of the embedding. With `quantize`, the linear layers of attention and MLPs have that format, and the head has 8
-    bits; embedding, norms, KV cache and routers have `dtype`. Weights that `take_groups` returns keep their stored
-    numbers. With a `host` (the target of trained layers), embedding and head are the host's. `head` replaces the
-    checkpoint's head. With `ranks`, layers and head are this rank's shard, and `whole_head` makes the entire head.
+    The constructor reads each tensor of `weights` once, layer by layer, and drops it when it is packed: loading never
+    holds more than the packed weights and the tensors of one layer. A tied head is a packed copy of the embedding. With
+    a `host` (the target of trained layers), embedding and head are the host's. `head` replaces the checkpoint's head.
+    With `ranks`, layers and head are this rank's shard, and `whole_head`, if set, makes the entire head.
     """
 
     has_plain_forward: ClassVar[bool] = True  # False in subclasses whose `forward` is another
@@ -119,47 +116,40 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        take: Take,
-        dtype: torch.dtype,
-        backend: Backend,
-        quantize: Quantization | None = None,
+        weights: WeightLoader,
         host: Decoder | None = None,
-        take_groups: TakeGroups | None = None,
         head: Linear | None = None,
         ranks: RankGroup | None = None,
-        whole_head: Callable[[], Linear] | None = None,
     ) -> None:
         self.config = config
         self.ranks = ranks
         shard = WHOLE if ranks is None else ranks.shard
-        self.dtype = dtype
+        self.dtype, take = weights.dtype, weights.take
         table = (config.vocab_size, config.hidden)
-        self.embedding: Tensor = host.embedding if host else take(EMBEDDING, table).to(dtype)
-        maker = partial(LayerMaker, config, dtype, backend, quantize, take, take_groups, shard)
-        self.layers = [maker(index).layer() for index in range(config.layers)]
-        self.norm = gains(take(FINAL_NORM, (config.hidden,)).to(dtype), config.gains_minus_one)
+        self.embedding: Tensor = host.embedding if host else take(EMBEDDING, table).to(self.dtype)
+        self.layers = [LayerMaker(config, weights, shard, index).layer() for index in range(config.layers)]
+        self.norm = gains(take(FINAL_NORM, (config.hidden,)).to(self.dtype), config.gains_minus_one)
         if config.logits_scale != 1:
             self.norm = self.norm.float() * config.logits_scale
 
         def take_again(name: str, shape: tuple[int, ...]) -> Tensor:
-            return self.embedding if name == EMBEDDING else take(name, shape).to(dtype)
+            return self.embedding if name == EMBEDDING else take(name, shape).to(self.dtype)
 
         ids = None
         if shard.world > 1:
             mine = shard.columns(Columns.TOKENS, config.vocab_size, config)[shard.rank]
             ids = torch.arange(mine.start, mine.stop)
         head = host.shared_head() if host else head
-        self.head: Linear = head or make_head(config, backend, take_again, take_groups, quantize, ids)
-        self.whole_head = whole_head
+        self.head: Linear = head or make_head(config, replace(weights, take=take_again), ids)
         if config.embedding_scale != 1 and host is None:  # after making the head, which may share the table
-            self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=dtype)
+            self.embedding = self.embedding * torch.tensor(config.embedding_scale, dtype=self.dtype)
         if config.layer_norm and host is None:
             self.embedding = centred(self.embedding, 1)
         if shard.rank:  # rank 0 sends states, not tokens
             self.embedding = self.embedding[:1].clone()
         self.rope = rope_tables(config).to(self.embedding.device)
         parts = DecoderParts(config, self.embedding, self.layers, self.norm, self.head, self.rope, ranks=ranks)
-        self.executor = backend.executor(parts)
+        self.executor = weights.backend.executor(parts)
 
     def shared_head(self) -> Linear:
         """The entire output head, for drafters that use it; a separate copy if the head is split over ranks."""
@@ -223,22 +213,15 @@ class Decoder:
         return self.executor.logits(hidden)
 
 
-def make_head(
-    config: ModelConfig,
-    backend: Backend,
-    take: Take,
-    take_groups: TakeGroups | None,
-    quantize: Quantization | None,
-    ids: Int[Tensor, " ids"] | None = None,
-) -> Linear:
+def make_head(config: ModelConfig, weights: WeightLoader, ids: Int[Tensor, " ids"] | None = None) -> Linear:
     """The output head for all tokens, or for the tokens `ids`, from the embedding if the model ties them."""
     c, rows = config, slice(None) if ids is None else ids
     name, shape = EMBEDDING if c.tied else HEAD, (c.vocab_size, c.hidden)
-    groups = take_groups(name, shape) if take_groups is not None and not c.norm_bias else None
+    groups = weights.take_groups(name, shape) if weights.take_groups is not None and not c.norm_bias else None
     if groups is not None:
-        head = backend.grouped(groups[rows])
+        head = weights.backend.grouped(groups[rows])
     else:
-        weight = take(name, shape)[rows]
-        bias = shifted(weight, None, take(FINAL_NORM_BIAS, (c.hidden,))) if c.norm_bias else None
-        head = backend.linear(weight, bias, quantize="int8" if quantize else None)
-    return head if c.logits_cap is None else backend.capped(head, c.logits_cap)
+        weight = weights.take(name, shape)[rows]
+        bias = shifted(weight, None, weights.take(FINAL_NORM_BIAS, (c.hidden,))) if c.norm_bias else None
+        head = weights.head(weight, bias)
+    return head if c.logits_cap is None else weights.backend.capped(head, c.logits_cap)

@@ -31,6 +31,7 @@ from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder, make_head
 from forerun.models.fit import check_fit, find_end_ids
 from forerun.models.layer import Linear
+from forerun.models.packing import WeightLoader
 from forerun.models.projections import FINAL_NORM, count_parameters, num_inactive
 from forerun.models.runner import Read, Runner
 from forerun.models.shards.launch import num_local_ranks, start_ranks
@@ -53,7 +54,8 @@ class Blueprint:
 
     `spec` are the user's options; `name` is the user's name of the model, or the label of a widened checkpoint.
     `choice` is the backend with its dtype. `num_bytes` is the size of all parameters in that dtype. `stored` describes
-    the checkpoint's quantized weights. `passes` are the largest passes, which decide the memory needed on a GPU.
+    the checkpoint's quantized weights; `keeps_groups`: those in groups are loaded as stored, since the user chose no
+    format and kernels support them. `passes` are the largest passes, which decide the memory needed on a GPU.
     """
 
     spec: ModelSpec
@@ -64,6 +66,7 @@ class Blueprint:
     num_bytes: int
     placement: Placement = CPU
     stored: StoredGroups | None = None
+    keeps_groups: bool = False
     passes: PassSizes = USUAL_PASSES
 
     @classmethod
@@ -97,15 +100,18 @@ class Blueprint:
             Shard(0, spec.tensor_parallel_size).check_fit(config)
             spec = replace(spec, kernels="native")
         stored = checkpoint.stored_groups(config)
-        keeps_groups = stored is not None and stored.formats and spec.quantize is None and spec.dtype == "auto"
+        is_automatic = spec.quantize is None and spec.dtype == "auto"
+        keeps_groups = is_automatic and stored is not None and bool(stored.formats) and placement.holds_groups
         if placement.fixed:
             choice = BackendChoice(BackendKind("torch", dtypes[0]))
         elif keeps_groups and find_kernels(spec.kernels, dtypes[0], progress) is not None:
             choice = BackendChoice(BackendKind("native", dtypes[0]))  # measured times are those of dense layers
         else:
             choice = choose_backend(spec.kernels, dtypes, spec.quantize, config, progress)
+            keeps_groups = False
         num_bytes = count_parameters(config) * choice.backend.dtype.itemsize
-        return cls(spec, config.widened or spec.model, folder, config, choice, num_bytes, placement, stored)
+        name = config.widened or spec.model
+        return cls(spec, name, folder, config, choice, num_bytes, placement, stored, keeps_groups)
 
     def for_texts(self, max_model_len: int | None, passes: PassSizes = USUAL_PASSES) -> Blueprint:
         """This model for texts of at most this length (None: any), on which some rotary scalings depend, and for passes
@@ -125,13 +131,6 @@ class Blueprint:
     @property
     def kernels(self) -> KernelChoice:
         return self.choice.backend.kernels
-
-    @property
-    def keeps_groups(self) -> bool:
-        """Whether weights in groups are loaded as stored: if the user chose no format and kernels support them."""
-        has_kernels = (self.kernels == "native" or self.placement.fixed) and self.placement.holds_groups
-        is_automatic = self.quantize is None and self.spec.dtype == "auto"
-        return has_kernels and is_automatic and self.stored is not None and bool(self.stored.formats)
 
     @property
     def format(self) -> str:
@@ -256,6 +255,7 @@ class Blueprint:
         sizes = [num_tokens, max_model_len or self.config.max_positions, self.config.longest_text]
         ranks = start_ranks(self.spec.tensor_parallel_size, [[*json.dumps(fields).encode()], sizes], self.fingerprint())
         decoder = self.decoder(max_model_len, progress, ranks=ranks)
+        decoder.whole_head = cache(lambda: self.head_rows(torch.arange(self.config.vocab_size)))
         ranks.wait_until_loaded()
         return shared_runner(decoder, ranks, num_tokens)
 
@@ -280,6 +280,13 @@ class Blueprint:
         """Load the model without a cache; with `ranks`, only this process's shard."""
         c = self.config.within(max_model_len)
         c = c if host is None else replace(c, vocab_size=host.config.vocab_size)
+        decoder = Decoder(c, self.weights(progress, host), host, ranks=ranks)
+        if progress is not None:
+            progress(f"loading {self.name}", 1.0)  # tensors that stay in groups were not counted
+        return decoder
+
+    def weights(self, progress: ProgressCallback | None = None, host: Decoder | None = None) -> WeightLoader:
+        """The checkpoint's weights on the model's device; with a `host`, its final norm in place of a missing one."""
         checkpoint, done = self.checkpoint(self.dtype), 0
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -293,22 +300,11 @@ class Blueprint:
             return tensor.to(self.placement.device)
 
         groups = checkpoint.groups if self.keeps_groups else None
-        whole_head = None if ranks is None else cache(lambda: self.head_rows(torch.arange(c.vocab_size)))
-        backend = self.backend(progress)
-        decoder = Decoder(c, take, self.dtype, backend, self.quantize, host, groups, ranks=ranks, whole_head=whole_head)
-        if progress is not None:
-            progress(f"loading {self.name}", 1.0)  # tensors that stay in groups were not counted
-        return decoder
+        return WeightLoader(take, self.dtype, self.backend(progress), self.quantize, groups)
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:
         """The output head for these tokens only, in the format of the entire head, with the same logits."""
-        checkpoint = self.checkpoint(self.dtype)
-
-        def take(name: str, shape: tuple[int, ...]) -> Tensor:
-            return checkpoint.take(name, shape).to(self.placement.device)
-
-        groups = checkpoint.groups if self.keeps_groups else None
-        return make_head(self.config, self.backend(), take, groups, self.quantize, ids)
+        return make_head(self.config, self.weights(), ids)
 
     def sampling_kernels(self) -> SamplingKernels | None:
         """The compiled sampling functions, for a model on a CPU with compiled kernels; else None."""

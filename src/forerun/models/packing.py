@@ -1,4 +1,4 @@
-"""LayerMaker: reads, fuses and packs the weights of a layer for a backend.
+"""WeightLoader and LayerMaker: read, fuse and pack the weights of a model, layer by layer, for a backend.
 
 Query, key and value projections become one linear layer, and so do gate and up.
 
@@ -24,7 +24,7 @@ from forerun.models.backends.base import Backend
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.config import ModelConfig
 from forerun.models.experts_config import Clamp
-from forerun.models.layer import LANES, Attention, GatedMlp, Layer, Linear, Mlp, Router
+from forerun.models.layer import LANES, Attention, Bias, GatedMlp, Layer, Linear, Mlp, Router, WeightMatrix
 from forerun.models.projections import HEAD_NORM, Fetch, GatedTable, LayerTable, Projection
 from forerun.models.shards.shard import Columns, Shard
 
@@ -35,19 +35,38 @@ MakeLinear = Callable[..., Linear]  # (weight, bias=None)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerMaker:
-    """Makes layer `index` of a model for a backend in `dtype`; `quantize` applies to all linear layers except routers.
+class WeightLoader:
+    """Where the weights of a model come from (`take`), and the backend, the dtype and the format that they get.
 
-    With `take_groups`, group-quantized weights keep their stored numbers. The layer has only the outputs and heads of
-    the `shard`'s rank, except for the router, which every rank holds in full.
+    `quantize` is the format of the linear layers of attention and MLPs; then the head has 8 bits. Weights that
+    `take_groups` returns keep their stored numbers. Embedding, norms, KV cache and routers have `dtype`.
+    """
+
+    take: Take
+    dtype: torch.dtype
+    backend: Backend
+    quantize: Quantization | None = None
+    take_groups: TakeGroups | None = None
+
+    def linear(self, weight: WeightMatrix, bias: Bias | None = None) -> Linear:
+        """A packed layer in the format `quantize`."""
+        return self.backend.linear(weight, bias, self.quantize)
+
+    def head(self, weight: WeightMatrix, bias: Bias | None = None) -> Linear:
+        """A packed output head, in 8 bits if the layers are quantized."""
+        return self.backend.linear(weight, bias, "int8" if self.quantize else None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMaker:
+    """Makes layer `index` of a model from its weights.
+
+    The layer has only the outputs and heads of the `shard`'s rank, except for the router, which every rank holds in
+    full.
     """
 
     config: ModelConfig
-    dtype: torch.dtype
-    backend: Backend
-    quantize: Quantization | None
-    take: Take
-    take_groups: TakeGroups | None
+    weights: WeightLoader
     shard: Shard
     index: int
 
@@ -80,16 +99,17 @@ class LayerMaker:
             shift = self.norm_bias(c.norms.attention if c.parallel else c.norms.mlp)
             dense = gated(table.dense, self.project, edits, None, c.gelu, shift)
         if table.router is not None and e is not None:
-            router = Router(linear(table.router, self.backend.linear, self.fetch), e.count, e.active, e.normalised)
+            layer = linear(table.router, self.weights.backend.linear, self.fetch)
+            router = Router(layer, e.count, e.active, e.normalised)
             fetch = cache(self.fetch) if e.names.is_stacked else self.fetch
             experts = [gated(expert, partial(self.project, fetch=fetch), edits, e.clamp) for expert in table.experts]
-            stacked = self.backend.stacked(experts, self.dtype)
+            stacked = self.weights.backend.stacked(experts, self.weights.dtype)
         singles, norms = () if stacked else tuple(experts), (self.norm(c.norms.mlp), self.norm(c.norms.mlp_out))
         return Mlp(norms[0], dense, router, singles, norms[1], c.parallel, stacked)
 
     def fetch(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of this name inside the layer."""
-        return self.take(f"model.layers.{self.index}.{name}", shape).to(self.dtype)
+        return self.weights.take(f"model.layers.{self.index}.{name}", shape).to(self.weights.dtype)
 
     def norm(self, name: str | None) -> Float[Tensor, " hidden"] | None:
         """The gains of this norm; None without a name."""
@@ -115,12 +135,12 @@ class LayerMaker:
         fetch = fetch or self.fetch
         part = self.part([size + outputs for size in projection.sizes], what)
         changed = outputs or inputs or shift is not None or any(edit.centred for edit in edits)
-        weight = None if changed else stored_groups(projection, f"model.layers.{self.index}.", self.take_groups, edits)
+        take_groups = None if changed else self.weights.take_groups
+        weight = stored_groups(projection, f"model.layers.{self.index}.", take_groups, edits)
         if weight is None:
-            make = part(partial(self.backend.linear, quantize=self.quantize))
-            return linear(projection, make, fetch, outputs, inputs, edits, shift)
+            return linear(projection, part(self.weights.linear), fetch, outputs, inputs, edits, shift)
         biases = projection.bias_of(fetch)
-        return part(self.backend.grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
+        return part(self.weights.backend.grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
 
     def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
         """A wrapper that limits functions which make linear layers to this rank's outputs of parts of these sizes."""

@@ -59,17 +59,15 @@ class BlockDecoder(Decoder):
     has_plain_forward: ClassVar[bool] = False
 
     def __init__(self, tensors: BlockTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
-        c, shapes, take, quantize = tensors.config, tensors.shapes(), folder.take, folder.quantize
+        c, shapes, take = tensors.config, tensors.shapes(), folder.take
 
         def fetch(name: str, _shape: tuple[int, ...]) -> Tensor:
             name = name.removeprefix("model.")
             return take(name) if name in shapes else target.embedding
 
-        if tensors.own_head:
-            head = folder.backend.linear(take(HEAD).to(target.dtype), quantize="int8" if quantize else None)
-        else:
-            head = folder.shared_head(ids, target)
-        super().__init__(c.layers, fetch, target.dtype, folder.backend, quantize, head=head)
+        weights = folder.weights(fetch)
+        own_head = weights.head(take(HEAD).to(target.dtype)) if tensors.own_head else None
+        super().__init__(c.layers, weights, head=own_head or folder.shared_head(ids, target))
         self.block = c
         self.fc, self.hidden_norm = folder.make(take(names.MAP)), take(names.MAP_NORM)
         self.mask = take(names.MASK_EMBEDDING) if c.mask_id is None else self.embedding[c.mask_id]

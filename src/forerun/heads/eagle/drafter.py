@@ -63,7 +63,7 @@ class EagleDecoder(StateDecoder):
             name = name.removeprefix("model.").replace("layers.0.", f"{tensors.place}.", 1)
             return take(name) if name in shapes else target.norm.new_ones(shape, dtype=target.dtype)
 
-        super().__init__(tensors.layers, fetch, target.dtype, folder.backend, folder.quantize, host=target)
+        super().__init__(tensors.layers, folder.weights(fetch), host=target)
         self.embedding = take(names.EMBEDDING) if tensors.own_embedding else target.embedding
         self.head = make(take(HEAD)) if tensors.own_head else folder.shared_head(ids, target)
         self.map = make(take(names.MAP), take(names.MAP_BIAS) if form.fc_bias else None)

@@ -46,12 +46,11 @@ class MedusaHeads:
     """The Medusa heads of a target, with the target's embedding and head. Rows do not affect each other."""
 
     def __init__(self, config: MedusaConfig, folder: HeadFolder, target: Decoder) -> None:
+        shapes = config.shapes()
 
         def layer(name: str) -> Linear:
             bias = name + names.BIAS
             return folder.make(folder.take(name + names.WEIGHT), folder.take(bias) if bias in shapes else None)
-
-        shapes = config.shapes()
 
         heads, blocks = range(config.num_heads), range(config.num_blocks)
         self.config = config

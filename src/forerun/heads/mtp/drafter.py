@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -66,15 +65,15 @@ class MtpDecoder(StateDecoder):
     """
 
     def __init__(self, tensors: MtpTensors, folder: HeadFolder, target: Decoder, ids: Int[Tensor, " ids"]) -> None:
-        naming, take, backend, quantize = tensors.naming, folder.take, folder.backend, folder.quantize
+        naming, take = tensors.naming, folder.take
 
         def fetch(name: str, shape: tuple[int, ...]) -> Tensor:
             if name == FINAL_NORM_BIAS:  # norms of modules have no bias, even in families whose norms have one
                 return torch.zeros(shape, device=target.embedding.device)
             return take(tensors.stored_name(name))
 
-        super().__init__(tensors.layers, fetch, target.dtype, backend, quantize, host=target)
-        make_head = partial(backend.linear, quantize="int8" if quantize else None)
+        weights = folder.weights(fetch)
+        super().__init__(tensors.layers, weights, host=target)
         self.modules: list[MtpModule] = []
         for module in range(tensors.layers.layers):
             names = (naming.projection, naming.embedding_norm, naming.state_norm, naming.norm)
@@ -82,12 +81,12 @@ class MtpDecoder(StateDecoder):
             entry = StateEntry(folder.make(weight), token_norm, state_norm, norm, naming.state_first)
             table, head = (tensors.name(module, name or "") for name in (naming.embedding, naming.head))
             embedding = take(table) if table in tensors.tables else target.embedding
-            own_head = make_head(take(head)[ids]) if head in tensors.tables else None
+            own_head = weights.head(take(head)[ids]) if head in tensors.tables else None
             self.modules.append(MtpModule(embedding, entry, own_head or folder.shared_head(ids, target)))
         if len(self.modules) == 1:  # entire chains in one call need a single module
             first = self.modules[0]
             self.embedding, self.head = first.embedding, first.head
-            self.set_entry(first.entry, None, backend)
+            self.set_entry(first.entry, None, folder.backend)
 
     def forward(
         self, batch: TokenBatch, cache: PagedCache, *, inputs: Float[Tensor, "total states"] | None = None, **more: Any
