@@ -147,6 +147,22 @@ def test_closing_frees_models_and_caches(draft: str | None) -> None:
     assert llm.get_tokenizer().encode(PROMPT)
 
 
+@pytest.mark.short("model:*", "early-exit:1")
+@pytest.mark.parametrize("draft", [None, "ngram", f"model:{SMALL}", "suffix", "early-exit:1", "mix[ngram,suffix]"])
+def test_the_last_reference_frees_models_and_caches_without_the_garbage_collector(draft: str | None) -> None:
+    llm = LLM(str(TARGET), draft, dtype="float32", speculation=2)
+    llm.generate(PROMPT, SHORT)
+    next(llm.stream(PROMPT, SHORT))  # and left in the middle
+    held = [weakref.ref(llm.engine), weakref.ref(llm.engine.runner), weakref.ref(llm.engine.runner.cache.keys)]
+    held += [weakref.ref(llm.requests)] + ([] if llm.drafter is None else [weakref.ref(llm.drafter)])
+    gc.disable()
+    try:
+        del llm
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
 def test_leaving_the_block_closes_and_ends_streams() -> None:
     with LLM(str(TARGET), "ngram", dtype="float32") as llm:
         stream = llm.stream(PROMPT, SamplingParams(max_tokens=None, ignore_eos=True))

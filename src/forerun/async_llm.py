@@ -24,14 +24,14 @@ from forerun.engine.sequence import Sequence
 from forerun.errors import EngineClosed
 from forerun.guard import attempt
 from forerun.kernels.threads import end_idle_threads
-from forerun.llm import LLM
+from forerun.llm import LLM, Uncopyable
 from forerun.output import RequestOutput
 from forerun.request import ChatOptions, Conversation, Prompt, Request, SpeculationOption
 from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
 
-class AsyncLLM:
+class AsyncLLM(Uncopyable):
     """Many requests at once from event loops: the engine runs in a separate thread and batches them.
 
     Use it as `async with AsyncLLM(llm) as front:`, or call `close`; later requests raise EngineClosed. The LLM may be

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 class ForerunError(Exception):
     """The root of all errors that forerun raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles keep the message and the attributes; the constructors of subclasses take other values."""
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
 
 class ModelError(ForerunError):
     """A checkpoint cannot be used."""

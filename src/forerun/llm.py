@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -60,7 +60,15 @@ logger = logging.getLogger(__name__)
 NO_DEFAULTS = (None, "none", "vllm")  # of generation_config; the last is vLLM's word for the same
 
 
-class LLM:
+class Uncopyable:
+    """An object that owns models or threads: copying or pickling it raises TypeError."""
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"an {kind} can be neither copied nor pickled: create one in each process. Threads share one.")
+
+
+class LLM(Uncopyable):
     """A target model, its drafter and an engine, for any number of threads at once; see AsyncLLM for event loops.
 
     `model` is a Hugging Face folder, a hub id, a bundled name, or a ModelSpec; `tokenizer`, `revision`, `dtype`,
@@ -193,7 +201,7 @@ class LLM:
         """Free the models and their caches. Running and later requests raise EngineClosed."""
         self.drafter = None
         self.driver.close()
-        gc.collect()  # decoders are in reference cycles, and their memory must be free now
+        gc.collect()  # the traceback of an earlier error may be in a reference cycle that holds them
 
     @property
     def engine(self) -> Engine:

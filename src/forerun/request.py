@@ -132,7 +132,8 @@ def token_ids(values: object) -> tuple[int, ...]:
         return tuple(values)
     for value in values:
         if isinstance(value, bool) or not is_number(value):
-            raise InvalidRequest("prompt", f"{shown(value)} is not a token id: ids are whole numbers.")
+            meant = f"; if {shown(value)} is one of several prompts, pass each alone" if isinstance(value, str) else ""
+            raise InvalidRequest("prompt", f"{shown(value)} is not a token id: ids are whole numbers{meant}.")
     return tuple(map(operator.index, values))
 
 

@@ -14,6 +14,7 @@ import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -74,7 +75,8 @@ class PagedCache:
         shape = (layers, kv_heads, self.blocks.num_blocks * block_size + key_pad, head_dim)
         self.keys = zeroed(shape, dtype, torch.device(device))
         self.values = zeroed(shape, dtype, torch.device(device))
-        self.prefix_store = PrefixStore(self.blocks, self._move)
+        weak = proxy(self)  # without a reference cycle the memory is freed with the last reference to the cache
+        self.prefix_store = PrefixStore(self.blocks, lambda moves: weak._move(moves))
         self._rows: dict[int, Row] = {}
 
     @staticmethod

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from weakref import proxy
 
 import torch
 from torch.nn.functional import pad
@@ -85,13 +86,14 @@ class Engine:
         self.num_ids = num_ids
         self.draws = draws
         self.kernels = kernels
-        self.prefixes = Prefixes(runner.cache, lambda: self.drafter, self.options.prefix_cache)
+        weak = proxy(self)  # without a reference cycle the weights are freed with the last reference to the engine
+        self.prefixes = Prefixes(runner.cache, lambda: weak.drafter, self.options.prefix_cache)
         self.scheduler = Scheduler(self.prefixes, self.options.max_num_seqs, ChunkSize.of(self.options, runner))
         self.active = ActiveSequences()
         self.pending = PendingTokens()  # accepted tokens that the drafter has not received yet
         self.drafter_paused = False  # whether the last decision was not to draft
         self.stats = Stats()
-        self.recovery = Recovery(self)
+        self.recovery = Recovery(weak)
 
     @property
     def sequences(self) -> dict[int, Sequence]:

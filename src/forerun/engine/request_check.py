@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from weakref import proxy
 
 from forerun.accept.stop import StopChecker
 from forerun.config import Speculation
@@ -23,7 +24,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class RequestChecker:
     """Checks the requests of one engine and gives them their ids.
 
@@ -44,7 +45,8 @@ class RequestChecker:
     matchers: Matchers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.matchers = Matchers(self.spelled_tokens)
+        weak = proxy(self)  # no reference cycle, which would outlive the engine
+        self.matchers = Matchers(lambda: weak.spelled_tokens())
 
     @property
     def num_ids(self) -> int:
