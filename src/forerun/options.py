@@ -67,13 +67,6 @@ ModelOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
-DRAFT = typer.Option(
-    "--draft",
-    "-d",
-    help=f"Drafter: {DRAFTERS}. Without one, decoding is plain.",
-    autocompletion=complete_from(*DRAFTER_BEGINNINGS),
-    rich_help_panel=MODEL,
-)
 REQUIRED_DRAFT = typer.Option(
     "--draft",
     "-d",
@@ -81,6 +74,8 @@ REQUIRED_DRAFT = typer.Option(
     autocompletion=complete_from(*DRAFTER_BEGINNINGS),
     rich_help_panel=MODEL,
 )
+DRAFT = copy(REQUIRED_DRAFT)
+DRAFT.help = f"{DRAFT.help} Without one, decoding is plain."
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(min=1, help="Context length; default: what the model and memory allow.", rich_help_panel=MODEL),

@@ -35,6 +35,7 @@ from forerun.sampling.recorded import Recorded
 
 NGRAM = 8
 WARMUP_TOKENS = 16
+COUNTS = ("num_passes", "pass_s", "draft_pass_s", "num_rounds", "num_drafted", "num_accepted")  # of Stats and BenchRun
 Clock = Callable[[], float]
 
 
@@ -217,12 +218,7 @@ class RunLog:
             total_s=totals.total_s,
             num_decoded=totals.num_decoded,
             decode_s=totals.decode_s,
-            num_passes=stats.num_passes,
-            pass_s=stats.pass_s,
-            draft_pass_s=stats.draft_pass_s,
-            num_rounds=stats.num_rounds,
-            num_drafted=stats.num_drafted,
-            num_accepted=stats.num_accepted,
+            **{name: getattr(stats, name) for name in COUNTS},
             offered_at_depth=tuple(stats.offered_at_depth),
             accepted_at_depth=tuple(stats.accepted_at_depth),
             num_rounds_by_arm=tuple(

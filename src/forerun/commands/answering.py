@@ -30,6 +30,11 @@ from forerun.serve.parts import AnswerForm, AnswerPart, AnswerSplitter
 from forerun.streams import warnings_held_back
 from forerun.text.files import template_of
 
+STATS = (
+    *("num_prefix_queries", "num_prefix_hits", "num_rounds", "num_drafted", "num_accepted"),
+    *("tokens_per_round", "gain", "acceptance_rate"),
+)
+
 
 def build_llm(
     options: ModelOptions, console: Console, max_num_seqs: int = 1, chunk_tokens: int | Literal["auto"] = 512
@@ -233,13 +238,6 @@ def stats_object(stats: Stats, timing: AnswerTiming, drafters: Sequence[str] = (
         "first_token_s": timing.first_s,
         "total_s": timing.total_s,
         "tokens_per_s": timing.tokens_per_s,
-        "num_prefix_queries": stats.num_prefix_queries,
-        "num_prefix_hits": stats.num_prefix_hits,
-        "num_rounds": stats.num_rounds,
-        "num_drafted": stats.num_drafted,
-        "num_accepted": stats.num_accepted,
-        "tokens_per_round": stats.tokens_per_round,
-        "gain": stats.gain,
-        "acceptance_rate": stats.acceptance_rate,
+        **{name: getattr(stats, name) for name in STATS},
         "acceptance_at_depth": list(stats.acceptance_at_depth),
     } | ({"arms": by_drafter} if by_drafter else {})

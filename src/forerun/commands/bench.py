@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import typer
 
 from forerun.bench.plan import CHOSEN, SHIPPED, Selection
-from forerun.commands.running import Destination, Result, importing
+from forerun.commands.running import Result, importing
 from forerun.config import AUTO
 from forerun.errors import InvalidRequest
 from forerun.limits import shown
@@ -127,8 +127,7 @@ def bench(
     three minutes on two idle cores. After an interruption, the same command resumes. Exit status 1: the tokens at some
     depth differ from those of plain decoding.
     """
-    result, selection = Result.of(output), options.selection()
-    picture_file = Destination.of_picture(picture)
+    result, selection = Result.of(output, picture), options.selection()
     with importing():
         from forerun.bench.material import passages_of
         from forerun.bench.measure import Models, measure
@@ -143,9 +142,7 @@ def bench(
             target, draft = widened_pair(target, draft, bar)
         models = Models(options.loading.spec(target), draft, options.loading.threads)
         report = measure(models, passages, selection, options.state, options.fresh, bar)
-    result.write(report.as_object(), bench_card(report))
-    if picture_file is not None:
-        picture_file.write(drawn(report))
+    result.write(report.as_object(), bench_card(report), drawing=lambda: drawn(report))
     if not report.same_tokens:
         raise typer.Exit(1)
 

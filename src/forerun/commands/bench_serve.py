@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from forerun.commands.bench import json_object, numbers
-from forerun.commands.running import Destination, Result, importing
+from forerun.commands.running import Result, importing
 from forerun.errors import InvalidRequest
 from forerun.options import OUTPUT, OutputOptions, with_options
 from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
@@ -41,6 +41,12 @@ class AccessOptions:
     served_model_name: Annotated[str, typer.Option(help="Model name; default: the server's first model.")] = ""
     timeout_s: Annotated[float, typer.Option(min=1, help="Seconds without data until a request fails.")] = 600.0
 
+    def address(self, url: str, chat: bool, option: str = "url") -> ServerAddress:
+        """The address of a server; `option` names its URL."""
+        from forerun.traffic.client import ServerAddress
+
+        return ServerAddress(url, self.api_key, self.served_model_name, chat, self.timeout_s, url_option=option)
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
@@ -63,11 +69,8 @@ class RemoteOptions:
         self, chat: bool, other: str | None, option: str, other_model: str
     ) -> tuple[ServerAddress, ServerAddress | None]:
         """The server, and the one it is compared with (URL `other`), which `option` and `option`-model name."""
-        from forerun.traffic.client import ServerAddress
-
         assert self.server is not None, "only called with --server"
-        a = self.access
-        first = ServerAddress(self.server, a.api_key, a.served_model_name, chat, a.timeout_s, url_option="server")
+        first = self.access.address(self.server, chat, "server")
         if other is None:
             return first, None
         return first, replace(first, url=other, model=other_model, url_option=option, model_option=f"{option}_model")
@@ -158,11 +161,10 @@ def bench_serve(
     It works with any OpenAI-compatible server. With a forerun server it alternates between modes of speculation, whose
     answers must be equal. Needs the extra forerun[bench]. Exit status 1: an answer differs between modes.
     """
-    result = Result.of(output)
-    picture_file = Destination.of_picture(picture)
+    result = Result.of(output, picture)
     with importing():
         from forerun.progress import LoadingBar
-        from forerun.traffic.client import ServerAddress, require_client
+        from forerun.traffic.client import require_client
         from forerun.traffic.figures import ServiceLevel
         from forerun.traffic.run import measure_traffic
         from forerun.traffic.show import picture as drawn
@@ -172,15 +174,12 @@ def bench_serve(
     between_s, first_s = (None if ms is None else ms / 1000 for ms in (limits.sla_between_ms, limits.sla_first_ms))
     level = ServiceLevel(between_s, first_s, limits.sla_percentile)
     extra = json_object("body", load.body, '{"top_p": 0.9}')
-    a = server.access
-    address = ServerAddress(server.url, a.api_key, a.served_model_name, server.chat, a.timeout_s)
+    address = server.access.address(server.url, server.chat)
     with LoadingBar(lines=True) as bar:
         measurement = measure_traffic(
             address, plan, level, lambda detail, done: bar("load", done, detail), load.prompts, extra
         )
         report = asyncio.run(measurement)
-    result.write(report.as_object(), traffic_card(report))
-    if picture_file is not None:
-        picture_file.write(drawn(report))
+    result.write(report.as_object(), traffic_card(report), drawing=lambda: drawn(report))
     if report.same_answers is False:
         raise typer.Exit(1)

@@ -74,7 +74,7 @@ def generate_batch(
     with importing():
         from forerun.commands.batch import run_batch
     tally, stopped = run_batch(
-        model_options, answer_options, batch, replicas.settings, output.output, Result(output.as_json, None)
+        model_options, answer_options, batch, replicas.settings, output.output, Result(output.as_json)
     )
     if stopped:
         raise typer.Exit(INTERRUPTED)

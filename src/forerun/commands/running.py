@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from json import dumps
@@ -22,6 +22,8 @@ from forerun.store import write_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+Drawing = Callable[[], str]  # returns an SVG
 
 
 @contextmanager
@@ -67,6 +69,7 @@ class Destination:
 
     option: str
     path: Path
+    suffix: str = ""  # that the name must have
 
     def __post_init__(self) -> None:
         try:
@@ -85,14 +88,13 @@ class Destination:
             raise InvalidRequest(self.option, f"{self.path} is not writable: name another file.")
         if self._replaced and not os.access(folder, os.W_OK):
             raise InvalidRequest(self.option, f"the folder {folder} is not writable: name another file.")
+        if self.path.suffix != (self.suffix or self.path.suffix):
+            raise InvalidRequest(self.option, f"{self.path} must be a {self.suffix} file.")
 
     @classmethod
-    def of_picture(cls, path: Path | None, option: str = "picture") -> Destination | None:
-        """The .svg file of an option, if given. Raises InvalidRequest for other suffixes."""
-        picture = None if path is None else cls(option, path)
-        if path is not None and path.suffix != ".svg":
-            raise InvalidRequest(option, f"{path} must be a .svg file.")
-        return picture
+    def if_given(cls, option: str, path: Path | None, suffix: str = "") -> Destination | None:
+        """The file of an option; None without the option."""
+        return None if path is None else cls(option, path, suffix)
 
     @property
     def _file(self) -> Path:
@@ -118,18 +120,22 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The output of a command: cards for people or one JSON object, and a JSON file if requested."""
+    """The output of a command: cards for people or one JSON object; a JSON file and a picture if requested."""
 
     as_json: bool
-    file: Destination | None
+    file: Destination | None = None
+    picture: Destination | None = None
 
     @classmethod
-    def of(cls, options: OutputOptions) -> Result:
-        """Create it from the options. Raises InvalidRequest for a file that cannot be written."""
-        return cls(options.as_json, None if options.output is None else Destination("output", options.output))
+    def of(cls, options: OutputOptions, picture: Path | None = None, option: str = "picture") -> Result:
+        """Create it from the options; `option` names the picture. Raises InvalidRequest for an unusable file."""
+        if_given = Destination.if_given
+        return cls(options.as_json, if_given("output", options.output), if_given(option, picture, ".svg"))
 
-    def write(self, values: Mapping[str, Any], *cards: RenderableType, no_color: bool | None = None) -> None:
-        """Print the cards or, with --json, the values as one line of JSON; write that line to the file, if any."""
+    def write(
+        self, values: Mapping[str, Any], *cards: RenderableType, drawing: Drawing = str, no_color: bool | None = None
+    ) -> None:
+        """Print the cards or, with --json, the values as one line of JSON; write that line and the drawing to files."""
         line = dumps(values) + "\n"
         if self.as_json:
             typer.echo(line, nl=False)
@@ -141,3 +147,5 @@ class Result:
                 console.print(card)
         if self.file is not None:
             self.file.write(line)
+        if self.picture is not None:
+            self.picture.write(drawing())

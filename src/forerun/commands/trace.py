@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from forerun.commands.generate import PromptArgument, read_prompt
-from forerun.commands.running import Destination, Result, importing
+from forerun.commands.running import Result, importing
 from forerun.config import DEFAULT_DEPTH
 from forerun.options import MODEL, OUTPUT, AnswerOptions, ModelOptions, OutputOptions, auto_or_whole, with_options
 
@@ -54,8 +54,7 @@ def trace(
 
     Exit status 1: the tokens differ from those of plain decoding, which must not happen.
     """
-    text, result = read_prompt(prompt), Result.of(output)
-    picture_file = Destination.of_picture(drawing, "svg")
+    text, result = read_prompt(prompt), Result.of(output, drawing, "svg")
     with importing():
         from forerun.card import STYLES
         from forerun.commands.answering import LoadedModel
@@ -64,8 +63,7 @@ def trace(
     model, speculation = LoadedModel.of(model_options, answer_options), model_options.speculation(width)
     traced = record(model.llm, text, model.params, speculation)
     values = asdict(model.setting) | {"width": speculation.width} | traced.as_object()
-    result.write(values, picture(traced, STYLES), no_color=answer_options.raw or None)
-    if picture_file is not None:
-        picture_file.write(svg(traced, STYLES))
+    no_color = answer_options.raw or None
+    result.write(values, picture(traced, STYLES), drawing=lambda: svg(traced, STYLES), no_color=no_color)
     if traced.same_as_plain is False:
         raise typer.Exit(1)

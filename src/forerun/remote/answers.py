@@ -7,8 +7,7 @@ whose answers are compared: without top-p and similar filters, and each with a d
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -19,6 +18,7 @@ from forerun.bench.material import Passage
 from forerun.errors import InvalidRequest
 from forerun.remote.measure import RemoteServer
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
+from forerun.serve.logprob_text import highest_by_text
 from forerun.traffic.plan import SpeculationMode
 from forerun.traffic.run import prompt_fields
 
@@ -67,17 +67,9 @@ def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
             (token, list((likely or {}).items()))
             for token, likely in zip(chances.get("tokens") or (), tops, strict=False)
         ]
-    tokens = tuple(TokenChance(str(token), highest_by_text(likely)) for token, likely in places)
+    numbers = [[(str(name), float(p)) for name, p in likely if isinstance(p, int | float)] for _, likely in places]
+    tokens = tuple(TokenChance(str(token), highest_by_text(n)) for (token, _), n in zip(places, numbers, strict=True))
     return RemoteAnswer(text, tokens, choice.get("finish_reason") == "stop")
-
-
-def highest_by_text(pairs: Iterable[tuple[object, object]]) -> Mapping[str, float]:
-    """The log-probabilities that are numbers, by text; the highest one if several tokens have the same text."""
-    chances: dict[str, float] = {}
-    for name, value in pairs:
-        if isinstance(value, int | float):
-            chances[str(name)] = max(float(value), chances.get(str(name), -math.inf))
-    return chances
 
 
 @dataclass(slots=True)

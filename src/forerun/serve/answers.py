@@ -97,6 +97,12 @@ class Writer(ABC):
         return self.answers.sequences[0].params
 
     @property
+    def common_fields(self) -> dict[str, Any]:
+        """The fields that objects of all interfaces have, with the seed that repeats the answer."""
+        fingerprint, seed = self.answers.fingerprint, self.answers.sequences[0].seed
+        return {"model": self.model, "system_fingerprint": fingerprint, "seed": seed}
+
+    @property
     def num_prompt(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(samples[0].num_prompt for _, samples in self.answers.requests)
@@ -154,16 +160,14 @@ class AnswerWriter(Writer):
             "id": self.id,
             "object": f"{kind}.chunk" if chunk and self.chat else kind,
             "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.answers.fingerprint,
-            "seed": self.parsed.seed,
+            **self.common_fields,
         }
 
     def whole(self) -> dict[str, Any]:
         """The complete answer, once all samples are finished."""
         outputs = self.answers.outputs()
         choices = [
-            self.choice(number * self.parsed.n + sample.index, result, sample)
+            self.choice(number * self.params.n + sample.index, result, sample)
             for number, result in enumerate(outputs)
             for sample in result.outputs
         ]
@@ -204,7 +208,7 @@ class AnswerWriter(Writer):
 
     def echo_of(self, index: int) -> PromptEcho:
         """The prompt of a choice, in the form in which `echo` repeats it."""
-        number = index // self.parsed.n
+        number = index // self.params.n
         if number not in self.echoes:
             request, samples = self.answers.requests[number]
             ids, skip = samples[0].tokens[: samples[0].num_prompt], samples[0].params.skip_special_tokens
@@ -213,7 +217,7 @@ class AnswerWriter(Writer):
 
     def with_prompt(self, index: int, prompt: Seq[TokenLogprobs], lists: Mapping[str, Any]) -> dict[str, Any]:
         """A completion's log-probabilities with those of its prompt in front; the first prompt token has null."""
-        echo, (_, samples) = self.echo_of(index), self.answers.requests[index // self.parsed.n]
+        echo, (_, samples) = self.echo_of(index), self.answers.requests[index // self.params.n]
         others = completion_lists(prompt, self.texts, OffsetCounter())  # the prompt tokens after the first
         first = self.texts.text_of(samples[0].tokens[0])
         return {

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.errors import InvalidRequest
 from forerun.limits import shown
 from forerun.llm import LLM
-from forerun.request import RESERVED_OPTIONS, ChatOptions, Request, with_text
+from forerun.request import RESERVED_OPTIONS, ChatOptions, with_text
 from forerun.serve.body import NameCheck, served_members
 from forerun.serve.harmony import harmony_messages
 from forerun.serve.parts import reasons
-from forerun.serve.problems import UNSERVED, missing, refused, renamed
+from forerun.serve.problems import UNSERVED, missing, refused
 from forerun.serve.schema import MESSAGE, TEMPLATE, BodyField
 from forerun.serve.settings import ServeSettings
 from forerun.serve.template_forms import is_harmony
@@ -46,15 +45,6 @@ class ChatBody:
     def continued(self) -> Any:
         """The text of the last message if the answer continues it; else None."""
         return with_text(self.messages[-1]).get("content") if self.options.continue_final_message else None
-
-    def request(self, llm: LLM, field: str = "messages") -> Request:
-        """The rendered prompt as a request. If the template rejects the messages, the error names `field`."""
-        try:
-            return Request.of(llm.chat_prompt(self.messages, self.options))
-        except InvalidRequest as error:
-            if error.field != "messages":
-                raise
-            raise renamed(error, field) from error
 
 
 def effort_of(body: Mapping[str, Any]) -> tuple[str, object]:

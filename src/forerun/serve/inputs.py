@@ -13,6 +13,7 @@ from typing import Any
 from forerun.limits import shown, whole
 from forerun.serve.calls import arguments_of
 from forerun.serve.problems import MISSING, UNSERVED, missing, refused, unserved
+from forerun.serve.schema import Endpoint
 
 JsonObject = Mapping[str, Any]
 MOST_TOP_LOGPROBS = 20
@@ -69,6 +70,20 @@ def merged(
         if "reasoning_content" in message:
             message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return chat
+
+
+def chat_fields(body: JsonObject, endpoint: Endpoint) -> JsonObject:
+    """The fields of a chat completion for those of a response or a message; the fields of others are unchanged.
+
+    Raises ApiError 400, naming the invalid field.
+    """
+    if endpoint == "responses":
+        return {**body, "messages": input_messages(body), **input_tools(body), **input_logprobs(body)}
+    if endpoint == "messages":
+        if "max_tokens" not in body:
+            raise missing("max_tokens", "give the maximum number of tokens of the answer")
+        return message_fields(body)
+    return body
 
 
 def input_messages(body: JsonObject) -> list[dict[str, Any]]:
@@ -165,15 +180,20 @@ def response_tool(tool: JsonObject, name: str) -> dict[str, Any]:
     return {"type": "function", "function": {k: tool[k] for k in FUNCTION_FIELDS if tool.get(k) is not None} | strict}
 
 
-def response_logprobs(body: JsonObject) -> int | None:
-    """The number of alternatives per token in /v1/responses; None for no log-probabilities."""
+def input_logprobs(body: JsonObject) -> dict[str, Any]:
+    """`logprobs` and `top_logprobs` in the form of chat completions; {} for no log-probabilities."""
     include, top = body.get("include", []), body.get("top_logprobs")
     for each in include:
         if each not in (LOGPROBS, *IGNORED_INCLUDES):
             raise unserved("include", each, f"{LOGPROBS} is")
-    if top is not None:
-        top = whole("top_logprobs", top, f"use a number up to {MOST_TOP_LOGPROBS}", 0, MOST_TOP_LOGPROBS)
-    return top if top is not None or LOGPROBS not in include else 0
+    if top is None and LOGPROBS not in include:
+        return {}
+    if body.get("tools") and body.get("tool_choice") != "none":
+        name, problem = "include" if top is None else "top_logprobs", "responses with tools have no log-probabilities"
+        raise refused(name, f"{problem}: leave this or the tools out, or use /v1/chat/completions.", UNSERVED)
+    top = 0 if top is None else top
+    most = MOST_TOP_LOGPROBS
+    return {"logprobs": True, "top_logprobs": whole("top_logprobs", top, f"use a number up to {most}", 0, most)}
 
 
 def message_fields(body: JsonObject) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +103,7 @@ def completion_lists(logprobs: Seq[TokenLogprobs], texts: TokenTexts, offsets: O
     }
 
 
-def highest_by_text(pairs: Any) -> dict[str, float]:
+def highest_by_text(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Log-probabilities by text; the highest one if several tokens have the same text."""
     highest: dict[str, float] = {}
     for text, logprob in pairs:

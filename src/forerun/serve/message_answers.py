@@ -78,13 +78,11 @@ class MessageWriter(Writer):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.model,
             "content": [dict(block) for block in self.blocks],
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self.usage(),
-            "system_fingerprint": self.answers.fingerprint,
-            "seed": self.parsed.seed,
+            **self.common_fields,
         }
 
     def take(self, delta: Delta) -> list[dict[str, Any]]:

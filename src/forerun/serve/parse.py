@@ -6,7 +6,7 @@ This file maps the fields of a body to sampling parameters, prompts and options 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,18 +17,18 @@ from forerun.errors import InvalidRequest, PromptTooLong
 from forerun.limits import shown, whole
 from forerun.llm import LLM
 from forerun.output import Answers
-from forerun.request import Request, SpeculationOption, requests_of
+from forerun.request import Request, SpeculationOption
 from forerun.sampling.params import SamplingParams
 from forerun.serve.body import served_fields
 from forerun.serve.conversation import ChatBody
-from forerun.serve.inputs import input_messages, input_tools, message_fields, response_logprobs
+from forerun.serve.inputs import chat_fields
 from forerun.serve.parts import AnswerForm
-from forerun.serve.problems import TOO_MANY_TOKENS, UNSERVED, missing, refused, renamed, unserved
+from forerun.serve.problems import TOO_MANY_TOKENS, missing, refused, renamed, unserved
 from forerun.serve.schema import PROMPTS, SAMPLING, Endpoint
 from forerun.serve.settings import MOST_SAMPLES_AT_ONCE, ServeSettings
-from forerun.serve.structured import constrained
+from forerun.serve.structured import answer_grammar
 from forerun.serve.template_forms import answer_form, call_form
-from forerun.serve.tools import tools_of
+from forerun.serve.tools import ToolUse, tools_of
 from forerun.shape import StaticTree
 
 MAX_TOKENS = 16  # default of completions in OpenAI's specification
@@ -40,7 +40,7 @@ MOST_LOGPROBS = 1 << 20  # per body, which takes half a gigabyte; a full context
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A parsed body: one request for each prompt, each with `n` samples, and options of the answer.
+    """A parsed body: one request for each prompt, and options of the answer.
 
     `limit_field`: the field with the maximum number of output tokens, if any. `form`: the format of reasoning and tool
     calls. `body`: the body as sent, for answers that repeat parts of it. `drafters`: names of the drafters. With `echo`
@@ -50,8 +50,6 @@ class ParsedBody:
 
     endpoint: Endpoint
     requests: Seq[Request]
-    n: int
-    seed: int
     limit_field: str | None = None
     form: AnswerForm = field(default_factory=AnswerForm)
     include_reasoning: bool = True
@@ -73,7 +71,7 @@ def prepare(
     with naming_prompt(PROMPTS[endpoint]):
         parsed = parse_body(body, endpoint, llm, tenant, settings)
         answers = llm.ask(parsed.requests)
-    require_context(parsed, [samples[0].num_prompt for _, samples in answers.requests], llm.plan.max_model_len)
+    require_context(parsed.limit_field, answers, llm.plan.max_model_len)
     most = max(MOST_LOGPROBS, 21 * llm.plan.max_model_len)
     if (number := num_logprobs(answers)) > most:
         name = next((name for name in ("prompt_logprobs", "top_logprobs") if body.get(name) is not None), "logprobs")
@@ -96,90 +94,81 @@ def num_logprobs(answers: Answers) -> int:
 
 @contextmanager
 def naming_prompt(name: str) -> Iterator[None]:
-    """Context in which PromptTooLong becomes an ApiError 400 that names this field."""
+    """Context in which the library's errors about a prompt become ApiError 400 that names this field."""
     try:
         yield
     except PromptTooLong as error:
         raise renamed(error, name, TOO_MANY_TOKENS) from error
+    except InvalidRequest as error:
+        if error.field != "messages":
+            raise
+        raise renamed(error, name) from error
 
 
 def parse_body(
     body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
 ) -> ParsedBody:
-    """Parse a body. Raises InvalidRequest or ApiError, naming the invalid field."""
-    fields = served_fields(body, endpoint, settings.lenient)
-    if endpoint == "responses":
-        fields = {**fields, "messages": input_messages(fields), **input_tools(fields)}
-    elif endpoint == "messages":
-        if "max_tokens" not in fields:
-            raise missing("max_tokens", "give the maximum number of tokens of the answer")
-        fields = message_fields(fields)
-    stream, stream_options = fields.get("stream", False), fields.get("stream_options", {})
-    if stream_options and not stream:
-        raise refused("stream_options", "it requires stream: true.")
+    """Parse a body. Raises InvalidRequest or ApiError, naming the invalid field.
+
+    A body is a completion or, in any of the other interfaces, a chat.
+    """
+    fields = chat_fields(served_fields(body, endpoint, settings.lenient), endpoint)
     params = params_of(fields, endpoint, llm)
-    if stream and params.prompt_logprobs is not None:
-        name = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
-        raise refused(name, "a stream has no log-probabilities of the prompt: leave this or stream out.")
-    speculation = speculation_of(fields.get("speculation"))
-    chat = None if endpoint == "completions" else ChatBody.of(fields, llm, settings)
-    tools = None if chat is None else tools_of(fields, lambda: call_form(llm.tokenizer, chat.options.chat_template))
-    if tools is not None and endpoint == "responses" and params.logprobs is not None:
-        field = "top_logprobs" if "top_logprobs" in fields else "include"
-        problem = "responses with tools have no log-probabilities"
-        raise refused(field, f"{problem}: leave this or the tools out, or use /v1/chat/completions.", UNSERVED)
-    if chat is None:
-        requests, form = completion_requests(fields, params, speculation, tenant, llm), AnswerForm()
-    else:
-        prompt = chat.request(llm, PROMPTS[endpoint])
-        form = answer_form(chat.options, prompt.prompt or "", chat.continued, tools, llm.tokenizer)
-        prompt = replace(prompt, sampling_params=params, speculation=speculation, tenant=tenant)
-        requests = [replace(prompt, shown_special_ids=form.shown_special_ids)]
-    if fields.get("draft_details"):
-        if not stream:
-            raise refused("draft_details", "it requires stream: true.")
-        requests = [replace(request, draft_details=True) for request in requests]
-    requests = constrained(requests, fields, tools, form, llm)
-    parsed = ParsedBody(
+    prompts = completion_prompts(fields, llm) if endpoint == "completions" else chat_prompts(fields, llm, settings)
+    check_stream(fields, params)
+    if (num_samples := params.n * len(prompts.requests)) > MOST_SAMPLES_AT_ONCE:
+        problem = f"the body requests {num_samples} samples, of all prompts together"
+        raise refused("n", f"{problem}: request at most {MOST_SAMPLES_AT_ONCE} at once.")
+    options = {
+        "sampling_params": replace(params, grammar=answer_grammar(fields, prompts.tools, prompts.form, llm)),
+        "speculation": speculation_of(fields.get("speculation")),
+        "draft_details": fields.get("draft_details", False),
+        "tenant": tenant,
+    }
+    usage = fields.get("stream_options", {})
+    return ParsedBody(
         endpoint=endpoint,
-        requests=requests,
-        n=params.n,
-        seed=params.resolve_seed(),
+        requests=[replace(request, **options) for request in prompts.requests],
         limit_field=next((name for name in LIMITS if name in fields), None),
-        form=form,
+        form=prompts.form,
         include_reasoning=fields.get("include_reasoning", True),
-        stream=stream,
-        include_usage=bool(stream_options.get("include_usage") or stream_options.get("continuous_usage_stats")),
-        continuous_usage=bool(stream_options.get("continuous_usage_stats")),
+        stream=fields.get("stream", False),
+        include_usage=bool(usage.get("include_usage") or usage.get("continuous_usage_stats")),
+        continuous_usage=bool(usage.get("continuous_usage_stats")),
         return_token_ids=fields.get("return_token_ids", False),
         echo=fields.get("echo", False),
         only_prompt=is_only_prompt(fields, endpoint),
         drafters=llm.drafter_names,
         body=body,
     )
-    if (num_samples := params.n * len(requests)) > MOST_SAMPLES_AT_ONCE:
-        problem = f"the body requests {num_samples} samples, of all prompts together"
-        raise refused("n", f"{problem}: request at most {MOST_SAMPLES_AT_ONCE} at once.")
-    return parsed
 
 
-def require_context(parsed: ParsedBody, prompt_lengths: Seq[int], context: int) -> None:
+def check_stream(fields: Mapping[str, Any], params: SamplingParams) -> None:
+    """Raise ApiError 400 for options of streams in a body without one, or for options that streams do not have."""
+    if fields.get("stream"):
+        if params.prompt_logprobs is not None:
+            name = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
+            raise refused(name, "a stream has no log-probabilities of the prompt: leave this or stream out.")
+        return
+    for name in ("stream_options", "draft_details"):
+        if fields.get(name):
+            raise refused(name, "it requires stream: true.")
+
+
+def require_context(limit_field: str | None, answers: Answers, context: int) -> None:
     """Raise ApiError 400 if a prompt and the body's maximum number of output tokens exceed the context length.
 
     A default maximum, such as the model's, is reduced instead: such an answer ends with "length".
     """
-    params = parsed.requests[0].sampling_params
-    if parsed.limit_field is None or params is None or params.max_tokens is None:
+    most, longest = answers.sequences[0].params.max_tokens, max(each.num_prompt for each in answers.sequences)
+    if limit_field is None or most is None or longest + most <= context:
         return
-    longest = max(prompt_lengths)
-    if longest + params.max_tokens > context:
-        raise refused(
-            parsed.limit_field,
-            f"this model's maximum context length is {context} tokens, and {longest} tokens of the prompt with "
-            f"{params.max_tokens} of the answer exceed it ({TOO_MANY_TOKENS}): use at most {context - longest}, or "
-            "leave it out.",
-            TOO_MANY_TOKENS,
-        )
+    raise refused(
+        limit_field,
+        f"this model's maximum context length is {context} tokens, and {longest} tokens of the prompt with {most} of "
+        f"the answer exceed it ({TOO_MANY_TOKENS}): use at most {context - longest}, or leave it out.",
+        TOO_MANY_TOKENS,
+    )
 
 
 def params_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> SamplingParams:
@@ -199,7 +188,7 @@ def params_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Sampling
         values["max_tokens"] = 1  # the engine generates at least one token, which is hidden
     if "logit_bias" in body:
         values["logit_bias"] = biases(body["logit_bias"])
-    values["logprobs"] = LOGPROBS[endpoint](body)
+    values["logprobs"] = body.get("logprobs") if endpoint == "completions" else chat_logprobs(body)
     echoed = values["logprobs"] if body.get("echo") else None
     if echoed is not None and values.setdefault("prompt_logprobs", echoed) != echoed:
         raise refused("prompt_logprobs", "it differs from logprobs, which with echo count for the prompt: use one.")
@@ -236,14 +225,6 @@ def chat_logprobs(body: Mapping[str, Any]) -> int | None:
     return (top or 0) if is_requested else None
 
 
-LOGPROBS: Mapping[Endpoint, Callable[[Mapping[str, Any]], Any]] = {
-    "completions": lambda body: body.get("logprobs"),
-    "chat": chat_logprobs,
-    "responses": response_logprobs,
-    "messages": lambda _: None,
-}
-
-
 def biases(values: Mapping[str, Any]) -> dict[int, Any]:
     """`logit_bias` with its keys, strings in JSON, as token ids."""
     for key in values:
@@ -260,11 +241,27 @@ def speculation_of(value: Any) -> SpeculationOption:
     return Speculation(**options | ({"tree": StaticTree(options["tree"])} if "tree" in options else {}))
 
 
-def completion_requests(
-    body: Mapping[str, Any], params: SamplingParams, speculation: SpeculationOption, tenant: str, llm: LLM
-) -> Seq[Request]:
-    """One request for each prompt of a completion: text, token ids, or a list of either."""
-    prompt = body.get("prompt")
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of a body as requests without parameters, and the form of their answers."""
+
+    requests: Seq[Request]
+    form: AnswerForm = field(default_factory=AnswerForm)
+    tools: ToolUse | None = None
+
+
+def chat_prompts(fields: Mapping[str, Any], llm: LLM, settings: ServeSettings) -> Prompts:
+    """The prompt of a chat: its messages, rendered by the chat template."""
+    chat = ChatBody.of(fields, llm, settings)
+    tools = tools_of(fields, lambda: call_form(llm.tokenizer, chat.options.chat_template))
+    request = Request.of(llm.chat_prompt(chat.messages, chat.options))
+    form = answer_form(chat.options, request.prompt or "", chat.continued, tools, llm.tokenizer)
+    return Prompts([replace(request, shown_special_ids=form.shown_special_ids)], form, tools)
+
+
+def completion_prompts(fields: Mapping[str, Any], llm: LLM) -> Prompts:
+    """The prompts of a completion: text, token ids, or a list of either."""
+    prompt = fields.get("prompt")
     if prompt is None:
         raise missing("prompt", "give text or token ids")
     if not isinstance(prompt, str) and not prompt:
@@ -276,11 +273,13 @@ def completion_requests(
     for each in prompts:
         if not isinstance(each, str | list):
             raise refused("prompt", f"{shown(each)} must be text or a list of token ids.")
-    requests = requests_of(prompts, params, speculation, tenant)
-    if body.get("add_special_tokens", True):
-        return requests
+    requests = [Request.of(each) for each in prompts]
+    if fields.get("add_special_tokens", True):
+        return Prompts(requests)
     encode, most = llm.tokenizer.encode_within, llm.plan.max_model_len
-    return [
-        each if each.prompt is None else replace(each, prompt_token_ids=tuple(encode(each.prompt, most, False)))
-        for each in requests
-    ]
+    return Prompts(
+        [
+            each if each.prompt is None else replace(each, prompt_token_ids=tuple(encode(each.prompt, most, False)))
+            for each in requests
+        ]
+    )

@@ -181,7 +181,6 @@ class ResponseWriter(Writer):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.get("instructions"),
-            "model": self.model,
             "output": [each.item() for each in self.items],
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "tools": [{"strict": None, "parameters": None, **tool} for tool in body.get("tools") or ()],
@@ -192,8 +191,7 @@ class ResponseWriter(Writer):
             "truncation": "disabled",
             "store": False,
             "background": False,
-            "system_fingerprint": self.answers.fingerprint,
-            "seed": self.parsed.seed,
+            **self.common_fields,
             **({} if status in ("in_progress", "failed") else {"usage": self.usage()}),
             **{name: body.get(name) for name in ECHOED if body.get(name) is not None or name == "metadata"},
         }

@@ -7,14 +7,11 @@ grammar is compiled here, so that the error for an invalid one names its field.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any
 
 from forerun.errors import InvalidGrammar, MissingPackage
 from forerun.limits import shown
 from forerun.llm import LLM
-from forerun.request import Request
 from forerun.sampling.grammar import Grammar
 from forerun.serve.parts import AnswerForm
 from forerun.serve.problems import MISSING, UNSERVED, refused, renamed
@@ -84,10 +81,8 @@ def structured(value: Any) -> Grammar | None:
     return FORMS[forms[0]](value[forms[0]], not value.get("disable_any_whitespace"))
 
 
-def constrained(
-    requests: Seq[Request], body: Mapping[str, Any], tools: ToolUse | None, answer: AnswerForm, llm: LLM
-) -> Seq[Request]:
-    """The requests with the grammar of their format field or their tools, if any."""
+def answer_grammar(body: Mapping[str, Any], tools: ToolUse | None, answer: AnswerForm, llm: LLM) -> Grammar | None:
+    """The compiled grammar of a complete answer, from the body's format field or its tools; None for free text."""
     form = form_of(body)
     required = tools is not None and tools.mode == "required"
     calls = None if tools is None else tools.grammar(answer.special, answer.begun or "")
@@ -96,14 +91,9 @@ def constrained(
             raise refused(form[0], "a required tool call constrains the answer too: leave out one of the two.")
         form = "tools", calls
     if form is None:
-        return requests
+        return None
     complete = form[1] if form[1] is calls and answer.begun is not None else answer.around(form[1])
-    grammar = compiled(form[0], complete, llm)
-    return [
-        replace(request, sampling_params=replace(request.sampling_params, grammar=grammar))
-        for request in requests
-        if request.sampling_params is not None
-    ]
+    return compiled(form[0], complete, llm)
 
 
 def compiled(field: str, grammar: Grammar, llm: LLM) -> Grammar:

@@ -49,8 +49,8 @@ def counted(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     fields = message_fields(served_fields(body, "messages", service.settings.lenient))
     chat = ChatBody.of(fields, service.llm, service.settings)
     with naming_prompt("messages"):
-        prompt = chat.request(service.llm)
-    return {"input_tokens": len(prompt.prompt_token_ids or ())}
+        prompt = service.llm.chat_prompt(chat.messages, chat.options)
+    return {"input_tokens": len(prompt["prompt_token_ids"])}
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
