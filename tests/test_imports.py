@@ -14,7 +14,7 @@ ORDER = """
     annotations errors guard did_you_mean __version__
     store
     limits
-    device fields kernels progress shape report streams settings_file
+    device fields kernels progress shape report stored streams settings_file
     tree config machine economy
     sampling cache text
     models

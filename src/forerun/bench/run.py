@@ -19,7 +19,6 @@ from forerun.accept.delta import Delta
 from forerun.accept.outcome import Outcome, Stats
 from forerun.bench.material import Workload, hash_of
 from forerun.bench.plan import CHOSEN, Group, Turn, depth_name
-from forerun.bench.stored import of_json
 from forerun.config import EngineOptions, Speculation
 from forerun.control.controller import Controller
 from forerun.draft.base import Budget, Drafter
@@ -32,6 +31,7 @@ from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.recorded import Recorded
+from forerun.stored import of_json
 
 NGRAM = 8
 WARMUP_TOKENS = 16

@@ -23,7 +23,7 @@ from forerun.store import write_whole
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Drawing = Callable[[], str]  # returns an SVG
+SvgSource = Callable[[], str]  # returns an SVG
 
 
 @contextmanager
@@ -133,7 +133,7 @@ class Result:
         return cls(options.as_json, if_given("output", options.output), if_given(option, picture, ".svg"))
 
     def write(
-        self, values: Mapping[str, Any], *cards: RenderableType, drawing: Drawing = str, no_color: bool | None = None
+        self, values: Mapping[str, Any], *cards: RenderableType, drawing: SvgSource = str, no_color: bool | None = None
     ) -> None:
         """Print the cards or, with --json, the values as one line of JSON; write that line and the drawing to files."""
         line = dumps(values) + "\n"

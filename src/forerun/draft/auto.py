@@ -20,12 +20,13 @@ from typing import Any
 from forerun.draft.base import Drafter
 from forerun.draft.spec import DraftSpec, parse_spec, refuse_code
 from forerun.errors import ForerunError, UnknownDrafter
-from forerun.fields import Fields, read_fields
+from forerun.fields import read_fields
 from forerun.models.bundled import FOLDER as SHIPPED
 from forerun.models.bundled import bundled_name
 from forerun.models.loading import Blueprint
 from forerun.models.mtp_names import find_modules
 from forerun.models.projections import layer_tensors
+from forerun.stored import of_json
 
 AUTO_DRAFT = "auto"
 MTP_MODULES = DraftSpec("mtp")  # of the target's own checkpoint: if no record qualifies
@@ -68,23 +69,12 @@ class DrafterRecord:
     def read(cls, folder: Path) -> DrafterRecord | None:
         """The record in a folder; None if there is no valid record."""
         try:
-            fields = read_fields(folder / RECORD)
-            mixed_with = fields.text("mixed_with")
-            if mixed_with is not None:
-                parse_spec(mixed_with)
-            return cls(
-                drafter=str(fields.values["drafter"]),
-                argument=str(fields.values["argument"]),
-                target=str(fields.values["target"]),
-                temperature=float(fields.values["temperature"]),
-                acceptance_at_depth=numbers(fields, "acceptance_at_depth"),
-                tokens_per_round=numbers(fields, "tokens_per_round"),
-                speed_up=fields.optional("speed_up"),
-                model=fields.values.get("model"),
-                mixed_with=mixed_with,
-            )
-        except (ForerunError, KeyError, TypeError, ValueError, OverflowError):
+            record: DrafterRecord = of_json(cls, read_fields(folder / RECORD).values)
+            if record.mixed_with is not None:
+                parse_spec(record.mixed_with)
+        except (ForerunError, ValueError):
             return None
+        return record if record.acceptance_at_depth and record.tokens_per_round else None
 
     def spec(self, folder: Path) -> DraftSpec:
         """The specification of the drafter alone, whose weights are in this folder."""
@@ -101,14 +91,6 @@ class DrafterRecord:
     def untimed(self, target: str) -> DrafterRecord:
         """This record without a speed-up, for another target with the same distribution but other times."""
         return replace(self, target=target, model=None, speed_up=None)
-
-
-def numbers(fields: Fields, name: str) -> tuple[float, ...]:
-    """A field's list of numbers, which may not be empty."""
-    values = fields.values[name]
-    if not isinstance(values, list) or not values:
-        raise fields.refuse(name, "it must be a list of numbers")
-    return tuple(map(float, values))
 
 
 PathAndRecord = tuple[Path, DrafterRecord]

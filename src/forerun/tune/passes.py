@@ -23,13 +23,13 @@ import numpy as np
 from forerun.annotations import ProgressCallback
 from forerun.bench.plan import Group
 from forerun.bench.run import BenchSetup, TimedEngine, TimedRound
-from forerun.bench.stored import SMALLEST, of_json
 from forerun.config import Speculation
 from forerun.control.controller import FixedDepth
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
 from forerun.errors import DraftError
 from forerun.machine import Neighbours
 from forerun.sampling.draws import Draws
+from forerun.stored import SMALLEST, of_json
 from forerun.tree import DraftTree
 from forerun.tune.predict import DraftOutcome, RoundShape
 

@@ -18,7 +18,6 @@ from forerun.bench.material import Workload
 from forerun.bench.measure import Measurements, draft_fingerprint, load_for
 from forerun.bench.plan import CHOSEN, Group, Selection, Turn
 from forerun.bench.run import BenchRun, BenchSetup, RunLog, run_name, waves
-from forerun.bench.stored import of_json
 from forerun.config import AUTO, AUTO_DEPTH, Speculation
 from forerun.control.controller import Controller, FixedDepth
 from forerun.draft.base import Drafter
@@ -30,6 +29,7 @@ from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.shape import MOST_NODES
+from forerun.stored import of_json
 from forerun.tune.passes import PassMeter, PilotDrafter, RowCosts
 from forerun.tune.predict import DraftOutcome, TextRounds
 
