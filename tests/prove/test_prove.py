@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,24 @@ def test_progress_is_reported(llm: LLM) -> None:
         shares = [done for name, done in progress if name == what]
         assert shares == sorted(shares)
         assert shares[-1] == 1
+
+
+def test_a_single_text_of_probability_zero_rejects_the_law(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    (opening,), texts = law.choose_openings(llm, [(2, 5)], replace(WORKLOAD, num_openings=1)), []
+    other = next(token for token in range(2, 12) if token != opening.token)
+
+    def generate(*_: Any, **__: Any) -> Any:
+        outputs = [SimpleNamespace(token_ids=text) for text in texts]
+        return [SimpleNamespace(outputs=outputs)]
+
+    monkeypatch.setattr(llm, "generate", generate)
+    for text, chance in opening.cells.chances.items():
+        texts += [(opening.token, *text)] * round(250 * chance)
+    expected = law.prove_law(llm, "token", Speculation(3), opening, [], lambda *_: None)
+    texts[-1] = (other, *texts[-1][1:])
+    found = law.prove_law(llm, "token", Speculation(3), opening, [], lambda *_: None)
+    assert (expected.num_impossible, found.num_impossible) == (0, 1)
+    assert found.p_value == 0.0 < expected.p_value
 
 
 def test_an_empty_workload_is_refused(llm: LLM) -> None:
