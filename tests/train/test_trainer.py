@@ -1,8 +1,10 @@
 """The training loop, for any kind: the loss it reaches, its number format, and that it resumes to the same weights."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.sizes import StudentSizes
 from forerun.heads.student import Predictions, Student, TextBatch
 from forerun.models.loading import Blueprint
+from forerun.store import Journal
 from forerun.train.answers import AnswerSource
-from forerun.train.held_out import judge_held_out
+from forerun.train.held_out import HeldOutFigures, judge_held_out
 from forerun.train.kinds import make_student
 from forerun.train.objective import confidence_loss
 from forerun.train.settings import TrainSettings
@@ -108,6 +111,26 @@ def test_only_products_of_training_steps_are_in_bfloat16_and_only_if_set(bfloat1
     assert {tensor.dtype for tensor in state.weights.values()} == {torch.float32}
 
 
+def test_seconds_are_those_of_all_steps_and_patience_counts_evaluations_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TrainSettings(steps=3, batch=1, max_tokens=8, draft_depth=2, patience=2, held_out=1, look_every=9)
+    student = TwoHeads.fresh()
+    source = source_for(student, settings, tmp_path)
+    trainer = trainer_in(tmp_path / "out", student, source)
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr("forerun.train.trainer.time", clock)
+    assert trainer.run().seconds == 3
+    source.llm.close()
+    trainer.state.stopped, stopped = "", []
+    for overlap in (0.5, 0.4, 0.6, 0.5, 0.5):
+        figures = HeldOutFigures(overlap, (0.5,), (1.5,))
+        monkeypatch.setattr("forerun.train.trainer.judge_held_out", lambda *_, figures=figures: figures)
+        trainer.evaluate()
+        stopped.append(bool(trainer.state.stopped))
+    assert stopped == [False, False, False, False, True]
+
+
 class Stopped(Exception):
     """What ends a training in the middle of a step."""
 
@@ -143,6 +166,10 @@ def test_a_training_that_was_stopped_ends_with_the_same_weights(
             trainer_in(tmp_path / "parts", fresh(), source).run()
     parts = trainer_in(tmp_path / "parts", fresh(), source).run().weights
     source.llm.close()
+    steps = [
+        [each["step"] for each in Journal.read(tmp_path / name / "train.jsonl").entries] for name in ("whole", "parts")
+    ]
+    assert steps[0] == steps[1] == [0, 1, 4, 6]
     for name, tensor in fresh().weights.items():
         assert torch.equal(whole[name], parts[name]), name
         assert not torch.equal(whole[name], tensor), name
