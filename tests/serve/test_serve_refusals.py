@@ -82,6 +82,9 @@ CHATS: Refusals = [
     ({"chat_template": "{{ raise_exception('no') }}"}, "messages", ""),
     ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template", ""),
     ({"chat_template": None}, "chat_template", ""),
+    ({"chat_template": "{# #}"}, "messages", "the tokenizer adds no BOS token"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "is not valid Unicode text"),
+    ({"messages": [{"role": "usr", "content": "a"}], "chat_template": "b"}, "messages[0]", "ignores messages of"),
     ({"max_tokens": None, "max_completion_tokens": 511}, "max_completion_tokens", "context_length_exceeded"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", ""),
     ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens", ""),
@@ -128,6 +131,7 @@ RESPONSES: Refusals = [
     ({"max_output_tokens": 5000}, "max_output_tokens", "context_length_exceeded"),
     ({"text": {"format": {"type": "xml"}}}, "text.format", "invalid_value"),
     ({"chat_template": "{{ raise_exception('no') }}"}, "input", "invalid_value"),
+    ({"chat_template": "{# #}"}, "input", "the tokenizer adds no BOS token"),
 ]
 TOOLS_OF_RESPONSES: Refusals = [
     ({"tools": [{"type": "web_search"}]}, "tools", "other kinds are not served"),

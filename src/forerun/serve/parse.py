@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.config import Speculation
-from forerun.errors import InvalidRequest, PromptTooLong
+from forerun.errors import InvalidRequest
 from forerun.limits import shown, whole
 from forerun.llm import LLM
 from forerun.output import Answers
@@ -97,10 +97,8 @@ def naming_prompt(name: str) -> Iterator[None]:
     """Context in which the library's errors about a prompt become ApiError 400 that names this field."""
     try:
         yield
-    except PromptTooLong as error:
-        raise renamed(error, name, TOO_MANY_TOKENS) from error
     except InvalidRequest as error:
-        if error.field != "messages":
+        if error.field not in ("prompt", "messages"):
             raise
         raise renamed(error, name) from error
 

@@ -106,8 +106,9 @@ def unserved(place: str, value: object, answer: str, param: str | None = None) -
     return refused(place, f"{shown(value)} is not served here: {answer}.", UNSERVED, param)
 
 
-def renamed(error: InvalidRequest, field: str, code: str = "invalid_value") -> ApiError:
+def renamed(error: InvalidRequest, field: str) -> ApiError:
     """The library's error for a value, as an ApiError 400 that names the body's field with that value."""
+    code = TOO_MANY_TOKENS if isinstance(error, PromptTooLong) else "invalid_value"
     return ApiError(400, str(error).replace(error.field, field, 1), code=code, param=field)
 
 
@@ -116,7 +117,7 @@ def problem_of(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return renamed(error, error.field, TOO_MANY_TOKENS if isinstance(error, PromptTooLong) else "invalid_value")
+        return renamed(error, error.field)
     status, code, message = next(row for kind, row in ERRORS.items() if isinstance(error, kind))
     param = "chat_template" if isinstance(error, ChatTemplateError) else None
     return ApiError(status, message.format(error), code=code, param=param)
