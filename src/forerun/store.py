@@ -187,7 +187,7 @@ def sync(path: Path) -> None:
 
 @dataclass(slots=True)
 class Journal:
-    """A file of JSON lines, from which a stopped run can be resumed; only one process may write it.
+    """A file of JSON lines, to which a run appends; only one process may write it.
 
     `entries` are the values of the lines, None for a damaged one. An incomplete last line is dropped.
     """
@@ -202,36 +202,6 @@ class Journal:
         while lines and not (lines[-1].endswith(b"\n") and parsed(lines[-1]) is not None):
             lines.pop()
         return cls(path, [parsed(line) for line in lines])
-
-    @classmethod
-    def of_run(cls, path: Path, head: Mapping[str, Any], what: str, option: str, place: str, fresh: bool) -> Journal:
-        """The journal of one run, whose first entry is `head`, ready to be continued; with `fresh` it starts again.
-
-        The first key of `head` identifies the kind of journal; its `about` has everything that decides the result.
-        `what` (the kind of run), `option` (which names the file) and `place` (its kind) are for messages. Raises
-        InvalidRequest for a file of another kind and, without `fresh`, for a run with another head; OSError if the file
-        cannot be used. The file does not change then.
-        """
-        journal, first_line = cls.read(path), json.dumps(head).encode()
-        before = journal.entries[0] if journal.entries else None
-        if path.exists() and not first_line.startswith(path.read_bytes()):  # has more than a part of the first line
-            if not isinstance(before, dict) or next(iter(head)) not in before:
-                raise InvalidRequest(option, f"{path} is not a journal of a {what}: name another {place}.")
-            if before != json.loads(first_line) and not fresh:
-                old, new = flat(before.get("about")), flat(json.loads(first_line)["about"])
-                differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-                raise InvalidRequest(
-                    option,
-                    f"{path} is of a {what} with other settings ({', '.join(differing) or 'its form'}): name another "
-                    f"{place}, or start over with --fresh.",
-                )
-        if fresh or before is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            journal.keep(0)
-            journal.add(head)
-        else:
-            journal.keep(len(journal.entries))
-        return journal
 
     def keep(self, count: int) -> None:
         """Truncate the journal after its first `count` entries. Raises OSError."""

@@ -4,8 +4,12 @@ import json
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forerun.bench import measure
 from forerun.bench.figures import Bandwidth, BenchReport
@@ -24,8 +28,61 @@ SELECTION = Selection(batches=(2,), depths=(0, 2), temperatures=(0.0, 0.8), num_
 PROMPTS = {"tales": "Once upon a time", "dogs": "Tom and his dog"}
 
 
-def opened(path: Path, fresh: bool = False) -> Measurements:
-    return Measurements.open(path, ABOUT, "benchmark", "state", "file", fresh)
+ENTRIES = st.lists(st.tuples(st.text(max_size=4), st.none() | st.integers() | st.text(max_size=9)), max_size=5)
+
+
+def opened(path: Path, fresh: bool = False, **changes: Any) -> Measurements:
+    return Measurements.open(path, ABOUT | changes, "benchmark", "state", "file", fresh)
+
+
+@settings(deadline=None)
+@given(ENTRIES, st.floats(0, 1), st.sampled_from([b"", b"\n", b"\x00\xff\n", b'{"a": \n']))
+def test_measurements_go_on_wherever_their_file_was_cut(
+    entries: list[tuple[str, object]], share: float, torn: bytes
+) -> None:
+    with TemporaryDirectory() as name:
+        path = Path(name) / "below" / "journal"
+        kept = opened(path)
+        for entry in entries:
+            kept.add(*entry)
+        whole = path.read_bytes()
+        cut = round(share * len(whole))
+        num_whole = whole[:cut].count(b"\n")
+        at_an_end = whole[cut : cut + 1] == b"\n"  # what is torn there would complete the line
+        path.write_bytes(whole[:cut] + (torn if num_whole and not at_an_end else b""))
+        again = opened(path)
+        count = max(0, num_whole - 1)
+        assert again.journal.entries[1:] == [{"of": of, "value": value} for of, value in entries[:count]]
+        for entry in entries[count:]:
+            again.add(*entry)
+        assert path.read_bytes() == whole
+        again.journal.keep(1)
+        assert opened(path).values == {}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("text", ['{"some": "thing"}\n', "notes of mine", "notes\nof mine", "[1]\n"])
+def test_what_is_no_journal_of_this_kind_is_refused_and_stays(text: str, fresh: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(InvalidRequest, match=r"state: .*/file is not a journal of a benchmark: name another file"):
+        opened(tmp_path / "file", fresh=fresh)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", text)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [({"settings": {"depths": (0, 4)}}, "settings.depths"), ({"machine": "that", "more": 1}, "machine, more")],
+)
+def test_a_run_with_other_settings_is_told_which_and_may_begin_anew(
+    changes: dict[str, Any], differing: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "journal"
+    opened(path).add("a", 1)
+    before = path.read_bytes()
+    with pytest.raises(InvalidRequest, match=rf"of a benchmark with other settings \({differing}\): name another file"):
+        opened(path, **changes)
+    assert path.read_bytes() == before
+    assert opened(path, fresh=True, **changes).values == opened(path, **changes).values == {}
 
 
 def test_a_damaged_measurement_is_named_by_its_line(tmp_path: Path) -> None:

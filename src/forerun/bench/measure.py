@@ -30,7 +30,7 @@ from forerun.machine import Machine, bandwidth_bytes_per_s, disturbs, sources_di
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.progress import LoadingBar
-from forerun.store import Journal, cache_folder
+from forerun.store import Journal, cache_folder, flat
 from forerun.streams import show_note
 
 T = TypeVar("T")
@@ -40,7 +40,10 @@ HEAD_KEYS = {"benchmark": "forerun_bench", "tuning": "forerun_tune"}  # the key 
 
 @dataclass(slots=True)
 class Measurements:
-    """Finished measurements, in memory and in a file; `option` and `place` (file or folder) are for error messages."""
+    """Finished measurements, in memory and in a journal, from which a stopped run continues.
+
+    `option` and `place` (file or folder) are for error messages.
+    """
 
     path: Path
     option: str
@@ -52,15 +55,29 @@ class Measurements:
     def open(
         cls, path: Path, about: Mapping[str, Any], what: str, option: str, place: str, fresh: bool = False
     ) -> Measurements:
-        """Open the file of a benchmark, with its finished measurements; `fresh` discards them.
+        """Open the journal of a run (`what`) with its finished measurements; `fresh` discards them.
 
-        `about` contains everything that affects a measurement. If the file belongs to another benchmark or cannot be
-        used, raises InvalidRequest without changing it.
+        `about` contains everything that affects a measurement, and is in the first line. If the file belongs to another
+        run or cannot be used, raises InvalidRequest without changing it.
         """
-        kept, head = cls(path, option, place), {HEAD_KEYS[what]: FORMAT_VERSION, "about": about}
+        kept, key = cls(path, option, place), HEAD_KEYS[what]
+        first_line = json.dumps({key: FORMAT_VERSION, "about": about}).encode()
         with kept.writable():
-            kept.journal = Journal.of_run(path, head, what, option, place, fresh)
-        for number, entry in enumerate(kept.journal.entries[1:], start=2):
+            kept.journal = journal = Journal.read(path)
+            head, before = json.loads(first_line), journal.entries[0] if journal.entries else None
+            if path.exists() and not first_line.startswith(path.read_bytes()):  # has more than a part of the first line
+                if not isinstance(before, dict) or key not in before:
+                    raise InvalidRequest(option, f"{path} is not a journal of a {what}: name another {place}.")
+                if before != head and not fresh:
+                    old, new = flat(before.get("about")), flat(head["about"])
+                    differing = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+                    problem = f"{path} is of a {what} with other settings ({', '.join(differing) or 'its form'})"
+                    raise InvalidRequest(option, f"{problem}: name another {place}, or start over with --fresh.")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            journal.keep(0 if fresh else len(journal.entries))
+            if not journal.entries:
+                journal.add(head)
+        for number, entry in enumerate(journal.entries[1:], start=2):
             if not isinstance(entry, dict) or set(entry) != {"of", "value"} or not isinstance(entry["of"], str):
                 raise InvalidRequest(option, f"{path}:{number} is damaged: start over with --fresh")
             kept.values[entry["of"]] = entry["value"]

@@ -30,7 +30,7 @@ from forerun.commands.running import Result, patient_interrupt
 from forerun.engine.sequence import Sequence
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
-from forerun.options import AnswerOptions, BatchOptions, ModelOptions
+from forerun.options import AnswerOptions, BatchOptions, ModelOptions, OutputOptions
 from forerun.output import Answers
 from forerun.progress import LoadingBar
 from forerun.prove.prompts import at_line, file_lines, object_of, prompt_of, text_of
@@ -109,8 +109,7 @@ def run_batch(
     answer_options: AnswerOptions,
     batch: BatchOptions,
     engines: ReplicaSettings | None,
-    output: Path | None,
-    result: Result,
+    output: OutputOptions,
 ) -> tuple[BatchTally, bool]:
     """Answer the lines that are not answered yet. Returns the counts, and whether Ctrl-C stopped the batch."""
     assert batch.input is not None, "a batch has an input"
@@ -119,7 +118,7 @@ def run_batch(
     tasks = list(read_tasks(batch.input, tally, batch.chat))
     if any(task.messages for task in tasks):
         require_template(model_options.spec)  # before the weights are loaded
-    file = None if output is None else AnswerFile.open(output, batch.fresh)
+    file = None if output.output is None else AnswerFile.open(output.output, batch.fresh)
     finished = False
     errors = Console(stderr=True, no_color=answer_options.raw or None)
     try:
@@ -141,11 +140,11 @@ def run_batch(
             file.close(finished)
     setting = setting_of(llm, model_options, seed)
     timing = AnswerTiming(len(tally.origins), tally.first_s, tally.total_s)
-    if not result.as_json:
+    if not output.as_json:
         errors.print(run_card(setting, timing, llm.stats, tally.origins, llm.plan.lines(), llm.drafter_names))
     show_note(tally.summary(stopped))
     record = settings | {"seed": seed, "stats": stats_object(llm.stats, timing, llm.drafter_names)}
-    result.write(tally.as_object() | record)
+    Result(output.as_json).write(tally.as_object() | record)
     return tally, stopped
 
 

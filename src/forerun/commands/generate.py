@@ -44,38 +44,24 @@ def generate(
     interruption, the same command resumes, with the same answers. Lines that cannot be answered are reported by number
     and skipped, and the exit status is 2. With --replicas, several engines share the lines; the answers are the same.
     """
-    if batch.input is not None:
-        generate_batch(model_options, answer_options, batch, replicas, output, prompt)
-    elif replicas.replicas:
-        raise InvalidRequest("replicas", "it needs a file of prompts: name one with --input, or omit --replicas.")
-    elif batch.chat:
-        raise InvalidRequest("chat", "it needs a file of prompts: name one with --input, or use forerun chat.")
-    else:
+    if batch.input is None:
+        if replicas.replicas:
+            raise InvalidRequest("replicas", "it needs a file of prompts: name one with --input, or omit --replicas.")
+        if batch.chat:
+            raise InvalidRequest("chat", "it needs a file of prompts: name one with --input, or use forerun chat.")
         text, result = read_prompt(prompt), Result.of(output)
         with importing():
             from forerun.commands.answering import write_answer
         if write_answer(model_options, answer_options, text, result).finish_reason == "cancelled":
             raise typer.Exit(INTERRUPTED)
-
-
-def generate_batch(
-    model_options: ModelOptions,
-    answer_options: AnswerOptions,
-    batch: BatchOptions,
-    replicas: ReplicaOptions,
-    output: OutputOptions,
-    prompt: str | None,
-) -> None:
-    """Answer a file of prompts."""
+        return
     if prompt is not None:
         raise InvalidRequest("input", "there is a prompt argument as well: give either the file or the prompt.")
     if output.as_json and output.output is None:
         raise InvalidRequest("json", "answers and the JSON summary would both be printed: name --output FILE.")
     with importing():
         from forerun.commands.batch import run_batch
-    tally, stopped = run_batch(
-        model_options, answer_options, batch, replicas.settings, output.output, Result(output.as_json)
-    )
+    tally, stopped = run_batch(model_options, answer_options, batch, replicas.settings, output)
     if stopped:
         raise typer.Exit(INTERRUPTED)
     if tally.num_skipped:
