@@ -69,12 +69,29 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
 
 
 class HeadInputs(NamedTuple):
-    """The inputs of ParallelHeads, one row for each chain: `first` is its state or, without one, the logits after its
-    text; `logits` and `states` are those of the masked positions, if there are any."""
+    """The inputs of heads, one row for each chain or node: `first` is its state or, without one, the logits after its
+    text; `logits` and `states` are those of the masked positions, if there are any: of all, or of the next token's."""
 
-    first: Float[Tensor, "chains numbers"] | None
-    logits: Float[Tensor, "chains places vocab"] | None = None
-    states: Float[Tensor, "chains places hidden"] | None = None
+    first: Float[Tensor, "rows numbers"] | None
+    logits: Float[Tensor, "rows places vocab"] | None = None
+    states: Float[Tensor, "rows places hidden"] | None = None
+
+    def next_logits(self, path: Int[Tensor, "rows path"]) -> Float[Tensor, "rows vocab"]:
+        """The logits after the root and draft tokens `path`: those after the text, or at the next masked position."""
+        place = path.shape[1] - (1 if self.first is None else 2)
+        if self.logits is None or place < 0:
+            assert self.first is not None, "text or masked positions were read"
+            return self.first
+        return self.logits[:, min(place, self.logits.shape[1] - 1)]
+
+    def next_states(self, path: Int[Tensor, "rows path"]) -> Float[Tensor, "rows hidden"]:
+        """The states at the masked position that predicts the token after `path`."""
+        assert self.states is not None, "masked positions were read"
+        return self.states[:, min(path.shape[1], self.states.shape[1]) - 1]
+
+
+# A value for the next token of each row, from its root and previous draft tokens.
+OfNextToken = Callable[[HeadInputs, Int[Tensor, "rows path"]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +117,10 @@ class ParallelHeads:
     """Heads that generate entire chains without a pass between tokens, from a state of each start (`states`), or from
     masked positions after the texts (`places`).
 
-    `logits` computes the logits of each chain's next token, from its root and previous draft tokens [chains, path].
+    `logits` computes the logits of each chain's next token.
     """
 
-    logits: Callable[[HeadInputs, Int[Tensor, "chains path"]], Tensor]
+    logits: OfNextToken
     states: Sequence[Float[Tensor, " hidden"]] | None = None
     places: MaskedPositions | None = None
 

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.annotations import Float, Int
+from forerun.annotations import Float
 from forerun.device import upload, upload_tensor
 from forerun.draft.base import NO_DRAFT, Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, starts_of
 from forerun.draft.model.tree_shape import GrowingTree, Ranks
-from forerun.models.chains import Chains, ChainStart, IdMap
+from forerun.models.chains import Chains, ChainStart, HeadInputs, IdMap, OfNextToken
 from forerun.models.runner import DeviceTokens, Read
 from forerun.sampling.draws import Draws, PathState
 from forerun.tree import DraftLaw, DraftTree, HostTree, padded, survival_of
@@ -222,21 +222,29 @@ def unseen_chains(
     return chains
 
 
-# A value for the next draft token of each of these sequences, given their roots and the draft tokens so far.
-OfNextToken = Callable[[Sequence[int], Int[Tensor, "rows path"]], Tensor]
+# The inputs of heads for the next draft tokens of these sequences, at this level; a sequence may occur several times.
+InputsOf = Callable[[Sequence[int], int], HeadInputs]
 DrawInOneCall = Callable[[Sequence[ChainStart]], Chains | None]
 
 
-def places_of(granted: Mapping[int, Budget]) -> OfNextToken:
-    """A function that returns the indices of the next draft tokens among those of all budgets, packed by sequence."""
+def packed_inputs(
+    granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"], states: Tensor | None = None
+) -> InputsOf:
+    """The inputs of heads from the logits and states at all draft tokens of these budgets, packed by sequence."""
     firsts = dict(zip(granted, accumulate((b.depth for b in granted.values()), initial=0), strict=False))
-    return lambda seq_ids, path: upload([firsts[s] + path.shape[1] - 1 for s in seq_ids], torch.long, path.device)
+
+    def inputs(seq_ids: Sequence[int], level: int) -> HeadInputs:
+        at = upload([[firsts[seq_id] + level] for seq_id in seq_ids], torch.long, logits.device)
+        return HeadInputs(None, logits[at], None if states is None else states[at])
+
+    return inputs
 
 
 def grow_by_heads(
     draws: Draws,
     granted: Mapping[int, Budget],
-    logits_after: OfNextToken,
+    logits: OfNextToken,
+    inputs: InputsOf,
     unseen: bool,
     draw: DrawInOneCall | None = None,
     confidence: OfNextToken | None = None,
@@ -244,27 +252,28 @@ def grow_by_heads(
     """Grow trees for these sequences by heads, without passes.
 
     With `unseen`, on a device, the tokens of chains are not copied to the host, if possible. `granted` and `confidence`
-    are as in `grow`. The draft's `pass_s` is the time in `logits_after`.
+    are as in `grow`. The draft's `pass_s` is the time in `logits`.
     """
-    if unseen and (draft := unseen_by_heads(draws, granted, logits_after, draw)) is not None:
+    if unseen and (draft := unseen_by_heads(draws, granted, logits, inputs, draw)) is not None:
         return draft
     pass_s = 0.0
 
-    def paths_to(places: Sequence[NodeToExpand]) -> tuple[list[int], Tensor]:
+    def of_places(of_next: OfNextToken, places: Sequence[NodeToExpand]) -> Tensor:
         rows = [draws.rows[place.row] for place in places]
         paths = [[row.tokens[-1], *place.path()] for row, place in zip(rows, places, strict=True)]
-        return [row.seq_id for row in rows], upload(paths, torch.long, draws.device)
+        head_inputs = inputs([row.seq_id for row in rows], len(paths[0]) - 1)
+        return of_next(head_inputs, upload(paths, torch.long, draws.device))
 
     def read(places: Sequence[NodeToExpand]) -> Tensor:
         nonlocal pass_s
         started_s = time.perf_counter()
-        logits = logits_after(*paths_to(places))
+        next_logits = of_places(logits, places)
         pass_s += time.perf_counter() - started_s
-        return logits
+        return next_logits
 
     def estimates(places: Sequence[NodeToExpand]) -> Sequence[float]:
         assert confidence is not None, "called without a confidence head"
-        chances: list[float] = confidence(*paths_to(places)).tolist()
+        chances: list[float] = of_places(confidence, places).tolist()
         return chances
 
     budgets = [granted.get(seq_id, NO_DRAFT) for seq_id in draws.seq_ids]
@@ -272,7 +281,7 @@ def grow_by_heads(
 
 
 def unseen_by_heads(
-    draws: Draws, granted: Mapping[int, Budget], logits_after: OfNextToken, draw: DrawInOneCall | None = None
+    draws: Draws, granted: Mapping[int, Budget], logits: OfNextToken, inputs: InputsOf, draw: DrawInOneCall | None
 ) -> Draft | None:
     """Chains by heads that are sampled on a device, in one call of `draw` if it supports them.
 
@@ -289,9 +298,10 @@ def unseen_by_heads(
 
     def read(reads: Sequence[Read], drawn: DeviceTokens) -> Tensor:
         at = upload([place // deepest for place in drawn.source], torch.long, draws.device)
-        draft_tokens = drawn.tokens[at, : 1 + drawn.source[0] % deepest].clamp_min(0)
-        return logits_after([read.seq_id for read in reads], torch.cat([roots[at], draft_tokens], dim=1))
+        level = 1 + drawn.source[0] % deepest
+        path = torch.cat([roots[at], drawn.tokens[at, :level].clamp_min(0)], dim=1)
+        return logits(inputs([read.seq_id for read in reads], level), path)
 
-    first = logits_after([*granted], roots[upload([start.row for start in starts], torch.long, draws.device)])
-    chains = unseen_chains(draws, starts, first, read)
+    first = roots[upload([start.row for start in starts], torch.long, draws.device)]
+    chains = unseen_chains(draws, starts, logits(inputs([*granted], 0), first), read)
     return Draft(chains.tree(draws), None)

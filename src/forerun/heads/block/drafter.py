@@ -26,7 +26,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftedText, DraftRow, RootPass
-from forerun.draft.model.grower import grow_by_heads, places_of
+from forerun.draft.model.grower import grow_by_heads, packed_inputs
 from forerun.draft.model.tap_follower import TapFollower
 from forerun.heads.block import format as names
 from forerun.heads.block.convert import BLOCK, LAYOUTS
@@ -109,6 +109,16 @@ class BlockDecoder(Decoder):
         """The normed output of the last layer, which the heads read."""
         return rms_norm(hidden, self.norm, self.config.norm_eps)
 
+    def next_logits(self, inputs: HeadInputs, path: Int[Tensor, "rows path"]) -> Float[Tensor, "rows vocab"]:
+        """The logits at the position of the next token, changed by the head that depends on the token before it."""
+        logits = inputs.next_logits(path)
+        return logits if self.after is None else self.after(logits, self.states(inputs.next_states(path)), path[:, -1])
+
+    def next_confidence(self, inputs: HeadInputs, path: Int[Tensor, "rows path"]) -> Float[Tensor, " rows"]:
+        """The acceptance probability of the next draft token."""
+        assert self.confidence is not None, "only called with a confidence head"
+        return self.confidence(self.states(inputs.next_states(path)), path[:, -1])
+
 
 @dataclass(frozen=True, slots=True)
 class MarkovHead:
@@ -167,16 +177,16 @@ class BlockDrafter(TapFollower):
         super().__init__(runner, ids)
         self.draws_after_text = runner.draws_unseen  # no wait for the host between text and draft tokens
         self.decoder, self.taps = layers, layers.block.taps
-        self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # output states at the predicting positions
+        self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # layer outputs at the predicting positions
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
-        """Read final text as context (`features`), or blocks, whose output states are saved for the heads."""
+        """Read final text as context (`features`), or blocks, whose outputs are saved for the heads."""
         if features is not None:
             return self.runner.read(reads, inputs=self.decoder.fuse(features))
-        states = self.runner.read(reads)
-        outputs = self.decoder.states(states.hidden).split([len(read.tokens) for read in reads])
-        self.blocks = {r.seq_id: rows[r.judged[0] : r.judged[-1] + 1] for r, rows in zip(reads, outputs, strict=True)}
-        return states
+        outputs = self.runner.read(reads)
+        hidden = outputs.hidden.split([len(read.tokens) for read in reads])
+        self.blocks = {r.seq_id: rows[r.judged[0] : r.judged[-1] + 1] for r, rows in zip(reads, hidden, strict=True)}
+        return outputs
 
     def max_depth(self, drafted: DraftedText, after_text: Sequence[int]) -> int:
         """The greatest depth after the text; a block that is not causal must fit entirely."""
@@ -199,32 +209,16 @@ class BlockDrafter(TapFollower):
 
     def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads:
         """The heads that predict all draft tokens at the positions of one block."""
-
-        def logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
-            level, after = path.shape[1] - 1, layers.after
-            assert head_inputs.logits is not None, "blocks were read"
-            assert head_inputs.states is not None, "blocks were read"
-            base, states = head_inputs.logits[:, level], head_inputs.states[:, level]
-            return base if after is None else after(base, layers.states(states), path[:, -1])
-
-        layers, block = self.decoder, self.decoder.block
-        return ParallelHeads(logits, places=MaskedPositions([*map(self.block_of, rows)], block.num_places, block.first))
+        block = self.decoder.block
+        places = MaskedPositions([*map(self.block_of, rows)], block.num_places, block.first)
+        return ParallelHeads(self.decoder.next_logits, places=places)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""
-        places, states = places_of(granted), torch.cat([self.blocks[seq_id] for seq_id in granted])
-        after, sure = self.decoder.after, self.decoder.confidence
-
-        def logits_after(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-            at = places(seq_ids, path)
-            return logits[at] if after is None else after(logits[at], states[at], path[:, -1])
-
-        def confidence(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-            assert sure is not None, "only called with a confidence head"
-            return sure(states[places(seq_ids, path)], path[:, -1])
-
-        unseen = self.runner.draws_unseen
-        return grow_by_heads(draws, granted, logits_after, unseen, confidence=confidence if sure else None)
+        layers, hidden = self.decoder, torch.cat([self.blocks[seq_id] for seq_id in granted])
+        inputs, unseen = packed_inputs(granted, logits, hidden), self.runner.draws_unseen
+        confidence = layers.next_confidence if layers.confidence else None
+        return grow_by_heads(draws, granted, layers.next_logits, inputs, unseen, confidence=confidence)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; the blocks are dropped from the cache."""

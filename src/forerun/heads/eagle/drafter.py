@@ -27,7 +27,7 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.draft.base import Budget, Draft
 from forerun.draft.model.drafted_text import DraftRow, RootPass
-from forerun.draft.model.grower import grow_by_heads, places_of
+from forerun.draft.model.grower import grow_by_heads, packed_inputs
 from forerun.draft.model.state_follower import StateFollower
 from forerun.errors import InvalidRequest
 from forerun.heads.blueprint import HeadParts, StateBlueprint, WideDrafter, widened_layers, widened_tap
@@ -143,15 +143,9 @@ class ParallelEagleDrafter(EagleDrafter):
 
     def parallel_heads(self, rows: Sequence[DraftRow]) -> ParallelHeads:
         """The heads that predict the first draft token at the end of the text, and each further one at a mask token."""
-
-        def logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
-            level, at_masks = path.shape[1] - 1, head_inputs.logits
-            logits = head_inputs.first if level == 0 or at_masks is None else at_masks[:, level - 1]
-            assert logits is not None, "the text was read"
-            return logits
-
         tokens = [[self.mask_token] * (row.budget.depth - 1) for row in rows]
-        return ParallelHeads(logits, places=MaskedPositions(tokens, lambda depth: depth - 1, state=self.decoder.mask))
+        places = MaskedPositions(tokens, lambda depth: depth - 1, state=self.decoder.mask)
+        return ParallelHeads(HeadInputs.next_logits, places=places)
 
     def read_roots(self, rows: list[DraftRow]) -> RootPass:
         """Read the mask tokens; returns the rows that fit the cache, and the logits of all their draft tokens."""
@@ -165,8 +159,8 @@ class ParallelEagleDrafter(EagleDrafter):
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Grow chains or trees from these logits, without another pass."""
-        places = places_of(granted)
-        return grow_by_heads(draws, granted, lambda *path: logits[places(*path)], self.runner.draws_unseen)
+        inputs = packed_inputs(granted, logits)
+        return grow_by_heads(draws, granted, HeadInputs.next_logits, inputs, self.runner.draws_unseen)
 
     def finish(self, draws: Draws, draft: Draft, granted: Mapping[int, Budget]) -> Draft:
         """The draft; the mask tokens are dropped from the cache."""

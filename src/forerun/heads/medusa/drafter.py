@@ -113,19 +113,18 @@ class MedusaDrafter:
         if not granted:
             return Draft(DraftTree.of_roots([row.tokens[-1] for row in draws.rows]))
 
-        def logits_after(seq_ids: Sequence[int], path: Tensor) -> Tensor:
-            states = torch.stack([self.states[seq_id] for seq_id in seq_ids])
-            return self.heads.logits(path.shape[1] - 1, states, path)
+        def logits(inputs: HeadInputs, path: Tensor) -> Tensor:
+            assert inputs.first is not None, "states are given"
+            return self.heads.logits(path.shape[1] - 1, inputs.first, path)
 
-        def head_logits(head_inputs: HeadInputs, path: Tensor) -> Tensor:
-            assert head_inputs.first is not None, "states are given"
-            return self.heads.logits(path.shape[1] - 1, head_inputs.first, path)
+        def inputs(seq_ids: Sequence[int], _level: int) -> HeadInputs:
+            return HeadInputs(torch.stack([self.states[seq_id] for seq_id in seq_ids]))
 
         def draw(starts: Sequence[ChainStart]) -> Chains | None:
-            heads = ParallelHeads(head_logits, [self.states[start.seq_id] for start in starts])
+            heads = ParallelHeads(logits, [self.states[start.seq_id] for start in starts])
             return self.target.draw_chains(draws, starts, None, self.ids, heads=heads)
 
-        return grow_by_heads(draws, granted, logits_after, self.target.draws_unseen, draw)
+        return grow_by_heads(draws, granted, logits, inputs, self.target.draws_unseen, draw)
 
     def granted(self, seq_id: int, budget: Budget) -> Budget:
         """The budget, cut to the number of heads."""
