@@ -202,12 +202,14 @@ def test_q_stays_if_a_limit_known_before_the_draw_cuts_the_tree(width: int, limi
     assert keeps_q(replace(example(), width=width), limits)[0] == stays
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -0.25, 0.5, float("inf")])
-def test_a_row_that_is_no_law_removes_q(bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), -0.25, 0.5, float("inf"), "negative, with a sum of 1"])
+def test_a_row_that_is_no_law_removes_q(bad: float | str) -> None:
     tree = example()
     assert tree.q is not None
     probs = tree.q.probs.clone()
-    probs[0, 0] = bad
+    probs[0, 0] = -0.25 if isinstance(bad, str) else bad
+    if isinstance(bad, str):
+        probs[0, 1] = 1.25 - float(probs[0, 2:].sum())
     assert keeps_q(replace(tree, q=replace(tree.q, probs=probs))) == [False, False, False]
     alone = replace(tree.q, probs=probs, row=torch.tensor([[1, 1, -1, -1, -1], [1, 0, -1, -1, -1], [-1] * 5]))
     assert keeps_q(replace(tree, q=alone)) == [True, False, False]
