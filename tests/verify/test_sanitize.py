@@ -1,5 +1,6 @@
 """sanitize: any input gives a valid tree, a clean one is unchanged, and q stays only where it is valid."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -223,6 +224,11 @@ def test_repeated_or_unknown_ids_and_rows_remove_q(ids: list[int]) -> None:
     row = q.row.clone()
     row[1, 0] = 2
     assert keeps_q(replace(example(), q=replace(q, row=row))) == [True, False, False], "a row that does not exist"
+    row = q.row.clone()
+    row[0, 3:] = torch.tensor([2, -2])
+    unread = replace(example(), q=replace(q, row=row))
+    assert keeps_q(unread) == [True, True, False], "of nodes without children"
+    assert_law_is_readable(sanitize(unread, ROOTS, loose(3), VOCAB))
 
 
 def unreadable_laws() -> list[DraftLaw]:
@@ -284,6 +290,19 @@ def test_chains_drawn_by_a_runner_are_checked_only_if_changed() -> None:
     assert not changed.sound
     assert sanitize(changed, roots, limits, 16).tokens.tolist() == [[5, -1, -1], [8, 9, -1]]
     assert sanitize(drawn, roots, limits, 16) is drawn
+
+
+def test_chains_that_only_a_device_knows_are_cut_to_each_limit_like_others() -> None:
+    tree = DraftTree.chains(torch.tensor([0, 3]), torch.tensor([[1, 2, 4, 0], [2, 1, 0, -1]]))
+    unseen = replace(tree, known=[HostTree.unseen(4), HostTree.unseen(3)])
+    for depths, nodes in itertools.product(itertools.product((0, 2, 4), repeat=2), repeat=2):
+        limits = [Limit(depth, 1, number) for depth, number in zip(depths, nodes, strict=True)]
+        expected, found = (sanitize(each, tree.tokens[:, 0], limits, VOCAB) for each in (tree, unseen))
+        columns = found.tokens.shape[1]
+        assert found.tokens.tolist() == expected.tokens[:, :columns].tolist()
+        assert not (expected.tokens[:, columns:] >= 0).any()
+        lengths = [len(known.tokens) for known in found.known] if found.known else [1, 1]
+        assert lengths == (expected.tokens >= 0).sum(1).tolist()
 
 
 def test_columns_beyond_every_limit_are_cut_off() -> None:
