@@ -305,6 +305,20 @@ def test_chains_that_only_a_device_knows_are_cut_to_each_limit_like_others() -> 
         assert lengths == (expected.tokens >= 0).sum(1).tolist()
 
 
+def test_what_the_host_lays_out_as_a_chain_stays_one() -> None:
+    """A node that would hang above one that is not in the vocabulary is removed, with a law too."""
+    tokens, parents = torch.tensor([[0, 1, 99, 2]]), torch.tensor([[-1, 0, 1, 1]])
+    law = DraftLaw(torch.tensor([[0, -1, -1, -1]]), torch.full((1, VOCAB), 1 / VOCAB))
+    tree = DraftTree(tokens, parents, depth=3, width=1, q=law, known=[HostTree.unseen(3)])
+    assert sanitize(tree, tokens[:, 0], loose(1), VOCAB).tokens.tolist() == [[0, 1, -1, -1]]
+
+
+def test_each_sequence_has_its_own_width() -> None:
+    clean = sanitize(example(), ROOTS, [Limit(9, 1, 9), Limit(9, 2, 9), Limit(9, 1, 9)], VOCAB)
+    assert clean.tokens.tolist() == [[0, 1, -1, 1, -1], *example().tokens.tolist()[1:]]
+    assert (clean.width, clean.widths) == (2, [1, 2, 1])
+
+
 def test_columns_beyond_every_limit_are_cut_off() -> None:
     """A very long draft must not reach code of quadratic cost."""
     parents = torch.arange(-1, 99_999)[None]
