@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from forerun.request import Request
 from forerun.serve.app import CLIENT_GONE, application
 from forerun.serve.gate import Gate, OpenRequest
 from forerun.serve.problems import ApiError
@@ -252,6 +255,20 @@ def served() -> Iterator[tuple[Any, Callable[..., Awaitable[None]]]]:
         service = Service(llm, ServeSettings(served_model_name="stories"))
         yield service, application(service)
         service.close()
+
+
+def test_the_time_limit_of_a_request_counts_from_its_arrival(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, _ = served
+    monkeypatch.setattr(service, "settings", replace(service.settings, request_s=3600.0))
+    answers = service.llm.ask([Request.of("Once")])
+
+    async def work() -> None:
+        entry = OpenRequest("a", time.perf_counter() - 3600)
+        entry.turn = asyncio.get_running_loop().create_future()
+        with service.limited(entry, answers), pytest.raises(ApiError, match="took more than 3600 seconds"):
+            await asyncio.wait_for(entry.turn, 5)
+
+    asyncio.run(work())
 
 
 CLIENTS = st.tuples(
