@@ -280,7 +280,7 @@ def test_a_request_whose_logits_are_invalid_fails_alone(
 
     monkeypatch.setattr(Runner, "read", poisoned)
     mate, culprit = llm.stream(PROMPTS[0], other), llm.stream(PROMPTS[0], params)
-    first = next(culprit)
+    begun, first = next(mate), next(culprit)
     broken.append(first.request_id)
     received = [*first.token_ids]
     with pytest.raises(
@@ -289,7 +289,7 @@ def test_a_request_whose_logits_are_invalid_fails_alone(
         received.extend(token for delta in culprit for token in delta.token_ids)
     assert isinstance(caught.value, ModelError)
     assert NUM_GOOD <= len(received) < 20
-    tokens = tuple(token for delta in mate for token in delta.token_ids)
+    tokens = tuple(token for delta in (begun, *mate) for token in delta.token_ids)
     assert len(tokens) == 20
     if verification == "coupled":
         assert tuple(received) == expected[: len(received)]
