@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Upload:
-    """The received part of one body, which is refused with `reason` at its deadline."""
+    """The received part of one body, which is refused at its deadline, with `reason` if it is ended before."""
 
     deadline: asyncio.Timeout
-    reason: ApiError
+    reason: ApiError | None = None
     pieces: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -50,16 +50,16 @@ class Uploads:
 
     async def read(self, pieces: AsyncIterator[bytes]) -> bytes:
         """Receive a complete body. Raises ApiError 408 or 413, or the reason passed to `end`."""
-        late = ApiError(408, f"the body did not arrive within {self.most_s:g} seconds.", code="body_too_slow")
         deadline = asyncio.timeout(self.most_s)
-        upload = Upload(deadline, late)
+        upload = Upload(deadline)
         try:
             async with deadline:
                 self.under_way[upload] = None
                 async for piece in pieces:
                     self.add(upload, piece)
         except TimeoutError:
-            raise upload.reason from None
+            late = f"the body did not arrive within {self.most_s:g} seconds."
+            raise upload.reason or ApiError(408, late, code="body_too_slow") from None
         finally:
             self.forget(upload)
         return b"".join(upload.pieces)
