@@ -6,10 +6,14 @@ sampled, in batches that come and go. Answers stay complete when a rank is kille
 
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from typing_extensions import override
 from forerun.config import Speculation
 from forerun.draft.base import Drafter
 from forerun.draft.plan import DraftContext
+from forerun.errors import RankLost
 from forerun.kernels.threads import free_cores
 from forerun.llm import LLM
 from forerun.models.backends.native import NativeExecutor
@@ -113,6 +118,32 @@ def test_answers_are_complete_although_a_rank_is_killed(caplog: pytest.LogCaptur
             assert process not in free_cores().helpers
         assert llm.engine.drafter is not None
     assert caplog.text.count("all ranks are started again") == 2
+    assert free_cores().helpers <= before
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_may_be_killed_at_any_moment(seed: int) -> None:
+    """Also while they start again: an answer is complete or ends with RankLost, and the next one is complete."""
+    dice = random.Random(seed)
+    with LLM(str(TARGET)) as alone:
+        plain = tokens_of(alone)
+    before = {*free_cores().helpers}
+
+    def kill() -> None:
+        for _ in range(4):
+            time.sleep(dice.random() * dice.choice([0.1, 1, 4]))
+            if helpers := sorted(free_cores().helpers - before):
+                with suppress(ProcessLookupError):
+                    os.kill(dice.choice(helpers), signal.SIGKILL)
+
+    with LLM(str(TARGET), dice.choice(["suffix", "early-exit:2"]), tensor_parallel_size=2) as llm:
+        thread = threading.Thread(target=kill)
+        thread.start()
+        while thread.is_alive():
+            with suppress(RankLost):
+                assert tokens_of(llm) == plain
+        assert tokens_of(llm) == plain
     assert free_cores().helpers <= before
 
 
