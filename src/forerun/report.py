@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -27,12 +27,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def json_object(**values: Any) -> dict[str, Any]:
-    """A JSON object of these values, with tuples as lists and non-finite numbers as None."""
+    """A JSON object of these values, with dataclasses as objects, tuples as lists and non-finite numbers as None."""
     return {name: json_value(value) for name, value in values.items()}
 
 
 def json_value(value: Any) -> Any:
-    """A value with tuples as lists and non-finite numbers as None."""
+    """A value in the form that `json_object` describes."""
+    if is_dataclass(value):
+        return {each.name: json_value(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, dict):
         return {name: json_value(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -49,14 +49,14 @@ def of_json(kind: Any, value: Any, name: str = "it", least: float = 0) -> Any:
         if len(numbers) < len(value):
             raise ValueError(f"{name} has the keys {shown(list(value))}, which must be whole numbers")
         return {key: of_json(parts[1], each, f"{name}.{key}") for key, each in numbers.items()}
-    if (origin is not tuple and parts) or parts[1:] == (...,):
-        items = [of_json(parts[0], each, f"{name}.{i}") for i, each in enumerate(value)]
-        return tuple(items) if origin is tuple else items
-    parts = parts or tuple(get_type_hints(kind).values())
-    if len(value) != len(parts):
-        raise ValueError(f"{name} has {len(value)} values and not {len(parts)}")
-    items = [of_json(part, each, f"{name}.{i}") for i, (part, each) in enumerate(zip(parts, value, strict=True))]
-    return tuple(items) if origin is tuple else kind(*items)
+    has_any_length = bool(parts) and (origin is not tuple or parts[1:] == (...,))
+    kinds = [parts[0]] * len(value) if has_any_length else [*(parts or get_type_hints(kind).values())]
+    if len(value) != len(kinds):
+        raise ValueError(f"{name} has {len(value)} values and not {len(kinds)}")
+    items = [of_json(part, each, f"{name}.{i}") for i, (part, each) in enumerate(zip(kinds, value, strict=True))]
+    if not parts:  # a named tuple
+        return kind(*items)
+    return tuple(items) if origin is tuple else items
 
 
 def of_json_object(kind: Any, value: Any, name: str) -> Any:

@@ -247,7 +247,7 @@ class BenchReport:
         """The report as a JSON object."""
         return json_object(
             **self.about,
-            bandwidth_bytes_per_s=asdict(self.bandwidth),
+            bandwidth_bytes_per_s=self.bandwidth,
             weights_bytes_per_pass=self.pass_bytes,
             peak_rss_bytes=self.peak_bytes,
             same_tokens=self.same_tokens,

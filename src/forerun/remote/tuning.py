@@ -79,7 +79,7 @@ class ServerTuning:
             model=self.model,
             engine=self.dialect.name,
             against=self.against,
-            plan=asdict(self.plan),
+            plan=self.plan,
             hurts_from_clients=slower and slower.clients,
             expected_to_hurt_from_clients=None if self.undecided else predicted_slower_from(self.cells),
             cells=[self.cell_object(cell) for cell in self.cells],
@@ -94,6 +94,6 @@ class ServerTuning:
         return {
             **asdict(cell),
             "served_depth": cell.served_depth,
-            "advice": advice and asdict(advice),
+            "advice": advice,
             "options": None if not advice or advice.depth is None else self.dialect.options(advice.depth),
         }

@@ -269,12 +269,12 @@ class TrafficReport:
         """The report as JSON; `requests` has every request with its times."""
         return json_object(
             url=self.url,
-            model=asdict(self.model),
-            plan=asdict(self.plan),
-            agreement=asdict(self.agreement),
+            model=self.model,
+            plan=self.plan,
+            agreement=self.agreement,
             num_prompts=self.num_prompts,
             same_answers=self.same_answers,
-            differences=[asdict(each) for each in self.differing],
+            differences=self.differing,
             capacity=[self.capacity_object(mode) for mode in self.plan.modes] if self.agreement.has_limits else None,
             cells=[asdict(each) | {"mode": each.mode.name} for each in self.figures],
             requests=[request for block in self.blocks for request in requests_of_block(block)],
@@ -284,14 +284,14 @@ class TrafficReport:
         """The capacity of a mode as JSON."""
         best, violated = capacity(self.figures, mode)
         served = best.requests_per_s.median if best and best.requests_per_s else None
-        load = best and asdict(best.load)
+        load = best and best.load
         return {"mode": mode.name, "load": load, "requests_per_s": served, "a_heavier_load_breaks_it": violated}
 
 
 def requests_of_block(block: TrafficBlock) -> list[dict[str, Any]]:
     """Every request of a block as JSON; a failed one has an error instead of times."""
     turn = block.turn
-    shared = {"load": asdict(turn.load), "mode": turn.mode.name, "repetition": turn.repetition}
+    shared = {"load": turn.load, "mode": turn.mode.name, "repetition": turn.repetition}
     times = ("first_token_s", "between_tokens_s", "longest_gap_s", "total_s")
     return [
         {**shared, "request": answer.index, "num_tokens": answer.num_tokens, "error": answer.error or None}

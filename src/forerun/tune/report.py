@@ -148,13 +148,13 @@ class TuneReport:
             **self.about,
             complete=self.complete,
             same_tokens=self.same_tokens,
-            pick=self.pick and asdict(self.pick),
-            choices=[asdict(choice) for choice in choices if choice],
-            undecided=[asdict(each) for each in self.undecided],
+            pick=self.pick,
+            choices=[choice for choice in choices if choice],
+            undecided=self.undecided,
             plain_from_batch=[{"temperature": t, "batch": self.plain_from(t)} for t in self.temperatures],
             best_exits=self.best_exits(),
             candidates=[self.candidate_object(each) for each in self.studied],
-            translations=[asdict(each) for each in self.translated()],
+            translations=self.translated(),
         )
 
     def candidate_object(self, each: Studied) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class TuneReport:
             "draft": each.candidate.draft,
             "asked_as": each.candidate.family,
             "problem": each.problem or None,
-            "memory": each.memory and asdict(each.memory),
+            "memory": each.memory,
             "costs": [
                 {**asdict(group), "drafter": drafter, "rows": rows, **asdict(costs)}
                 for group, table in each.costs.items()
@@ -188,13 +188,13 @@ class TuneReport:
             "depth": cell.prediction.depth,
             "predicted_speed_up": cell.prediction.speed_up,
             "predicted_speed_up_by_depth": cell.prediction.by_depth,
-            "measured_speed_up": cell.drafted and cell.drafted.speed_up and asdict(cell.drafted.speed_up),
+            "measured_speed_up": cell.drafted and cell.drafted.speed_up,
             "prediction_error": cell.error,
             "undecided": cell.undecided or None,
             "likely_on_other_prompts": None if cell.undecided else cell.interval_around(cell.speed_up),
-            "measured_speed_up_of_auto": cell.chosen and cell.chosen.speed_up and asdict(cell.chosen.speed_up),
-            "plain": cell.plain and asdict(cell.plain),
-            "drafted": cell.drafted and asdict(cell.drafted),
-            "auto": cell.chosen and asdict(cell.chosen),
+            "measured_speed_up_of_auto": cell.chosen and cell.chosen.speed_up,
+            "plain": cell.plain,
+            "drafted": cell.drafted,
+            "auto": cell.chosen,
             "same_tokens": cell.figures and cell.figures.same_tokens,
         }
