@@ -38,29 +38,14 @@ class HeadKind:
 SPECULATORS = "speculators_model_type"  # the type of a drafter in the layout of speculators
 HEADS: Mapping[str, HeadKind] = {
     "early-exit": HeadKind(
-        "adapter",
-        "early-exit:LAYERS[:DIR]",
-        keys=(("exit_layer", ""),),
-        needed="exit_layer",
-        argument="exit_layer",
+        "adapter", "early-exit:LAYERS[:DIR]", keys=(("exit_layer", ""),), needed="exit_layer", argument="exit_layer"
     ),
     "medusa": HeadKind(
-        "medusa",
-        "medusa:DIR",
-        keys=(("medusa_num_heads", ""),),
-        needed="medusa_num_heads",
-        layout="medusa",
+        "medusa", "medusa:DIR", keys=(("medusa_num_heads", ""),), needed="medusa_num_heads", layout="medusa"
     ),
-    "eagle": HeadKind(
-        "eagle",
-        "eagle:DIR",
-        keys=(("architectures", "Eagle"), (SPECULATORS, "eagle")),
-        layout="eagle",
-    ),
+    "eagle": HeadKind("eagle", "eagle:DIR", keys=(("architectures", "Eagle"), (SPECULATORS, "eagle")), layout="eagle"),
     "block": HeadKind(
-        "block",
-        "block:DIR",
-        keys=(("dflash_config", ""), ("architectures", "DFlash"), (SPECULATORS, "dflash")),
+        "block", "block:DIR", keys=(("dflash_config", ""), ("architectures", "DFlash"), (SPECULATORS, "dflash"))
     ),
     "mtp": HeadKind("mtp", "mtp, mtp:DIR"),
 }

@@ -27,7 +27,7 @@ from forerun.heads.student import MakeStudent, Student, TextBatch
 from forerun.heads.trained_layer import StackStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
-from forerun.models.projections import EMBEDDING, HEAD, expected_tensors
+from forerun.models.projections import EMBEDDING, HEAD, tensor_shapes
 from forerun.models.source import find_tokenizer
 from forerun.models.widen import copy_files
 from forerun.text.chat import OTHER_FILES
@@ -66,7 +66,7 @@ class DraftModelStudent(StackStudent):
             return cls.from_checkpoint(target, sizes.init)
         values = values_of(target, sizes)
         config = config_of(Fields(Path("the draft model's config.json"), values))
-        weights = drawn_weights(dict(expected_tensors(config)), seed, config.layers)
+        weights = drawn_weights(tensor_shapes(config), seed, config.layers)
         return cls.untrained(target, values, weights, config=config, taps=(), tokenizer_folder=tokenizer_folder(target))
 
     @classmethod
@@ -82,7 +82,7 @@ class DraftModelStudent(StackStudent):
         return cls.untrained(
             target,
             read_fields(model.folder / "config.json").values,
-            {name: checkpoint.take(name, shape) for name, shape in expected_tensors(model.config)},
+            {name: checkpoint.take(name, shape) for name, shape in tensor_shapes(model.config).items()},
             dtype=model.config.dtype,
             config=model.config,
             taps=(),

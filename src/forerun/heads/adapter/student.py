@@ -23,7 +23,7 @@ from forerun.heads.student import TextBatch
 from forerun.heads.trained_layer import StackStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
-from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, expected_tensors
+from forerun.models.projections import ADDING, EMBEDDING, FINAL_NORM, tensor_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class AdapterStudent(StackStudent):
         }
         place = Path("the adapter's config.json")
         config = config_of(Fields(place, values | {"vocab_size": 1, "tie_word_embeddings": True}))
-        weights, tables = drawn_weights(dict(expected_tensors(config)), seed, config.layers), TargetTables.of(target)
+        weights, tables = drawn_weights(tensor_shapes(config), seed, config.layers), TargetTables.of(target)
         del weights[EMBEDDING]
         weights = {name: tensor * (not name.endswith(ADDING)) for name, tensor in weights.items()}
         weights[FINAL_NORM] = tables.norm

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -109,15 +110,23 @@ class BlockDecoder(Decoder):
         """The normed output of the last layer, which the heads read."""
         return rms_norm(hidden, self.norm, self.config.norm_eps)
 
-    def next_logits(self, inputs: HeadInputs, path: Int[Tensor, "rows path"]) -> Float[Tensor, "rows vocab"]:
-        """The logits at the position of the next token, changed by the head that depends on the token before it."""
+    def next_logits(
+        self, inputs: HeadInputs, path: Int[Tensor, "rows path"], normed: bool = True
+    ) -> Float[Tensor, "rows vocab"]:
+        """The logits of the next token: those at its position, after the head that reads the token before it.
+
+        `normed`: whether the states of `inputs` are normed, unlike the outputs of a pass.
+        """
         logits = inputs.next_logits(path)
-        return logits if self.after is None else self.after(logits, self.states(inputs.next_states(path)), path[:, -1])
+        if self.after is None:
+            return logits
+        states = inputs.next_states(path)
+        return self.after(logits, states if normed else self.states(states), path[:, -1])
 
     def next_confidence(self, inputs: HeadInputs, path: Int[Tensor, "rows path"]) -> Float[Tensor, " rows"]:
-        """The acceptance probability of the next draft token."""
+        """The acceptance probability of the next draft token, from normed states."""
         assert self.confidence is not None, "only called with a confidence head"
-        return self.confidence(self.states(inputs.next_states(path)), path[:, -1])
+        return self.confidence(inputs.next_states(path), path[:, -1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +186,16 @@ class BlockDrafter(TapFollower):
         super().__init__(runner, ids)
         self.draws_after_text = runner.draws_unseen  # no wait for the host between text and draft tokens
         self.decoder, self.taps = layers, layers.block.taps
-        self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # layer outputs at the predicting positions
+        self.blocks: dict[int, Float[Tensor, "places hidden"]] = {}  # output states at the predicting positions
 
     def run(self, reads: Sequence[Read], drawn: DeviceTokens | None = None, features: Tensor | None = None) -> Outputs:
-        """Read final text as context (`features`), or blocks, whose outputs are saved for the heads."""
+        """Read final text as context (`features`), or blocks, whose output states are saved for the heads."""
         if features is not None:
             return self.runner.read(reads, inputs=self.decoder.fuse(features))
-        outputs = self.runner.read(reads)
-        hidden = outputs.hidden.split([len(read.tokens) for read in reads])
-        self.blocks = {r.seq_id: rows[r.judged[0] : r.judged[-1] + 1] for r, rows in zip(reads, hidden, strict=True)}
-        return outputs
+        states = self.runner.read(reads)
+        outputs = self.decoder.states(states.hidden).split([len(read.tokens) for read in reads])
+        self.blocks = {r.seq_id: rows[r.judged[0] : r.judged[-1] + 1] for r, rows in zip(reads, outputs, strict=True)}
+        return states
 
     def max_depth(self, drafted: DraftedText, after_text: Sequence[int]) -> int:
         """The greatest depth after the text; a block that is not causal must fit entirely."""
@@ -211,12 +220,12 @@ class BlockDrafter(TapFollower):
         """The heads that predict all draft tokens at the positions of one block."""
         block = self.decoder.block
         places = MaskedPositions([*map(self.block_of, rows)], block.num_places, block.first)
-        return ParallelHeads(self.decoder.next_logits, places=places)
+        return ParallelHeads(partial(self.decoder.next_logits, normed=False), places=places)
 
     def grow(self, draws: Draws, granted: Mapping[int, Budget], logits: Float[Tensor, "places vocab"]) -> Draft:
         """Chains, or trees of any shape, without another pass of the layers."""
-        layers, hidden = self.decoder, torch.cat([self.blocks[seq_id] for seq_id in granted])
-        inputs, unseen = packed_inputs(granted, logits, hidden), self.runner.draws_unseen
+        layers, states = self.decoder, torch.cat([self.blocks[seq_id] for seq_id in granted])
+        inputs, unseen = packed_inputs(granted, logits, states), self.runner.draws_unseen
         confidence = layers.next_confidence if layers.confidence else None
         return grow_by_heads(draws, granted, layers.next_logits, inputs, unseen, confidence=confidence)
 

@@ -34,10 +34,10 @@ WORKER = "forerun.models.shards.worker"
 log = logging.getLogger(__name__)
 
 
-def started_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+def started_rank() -> int | None:
     """The rank of this process if another program started all ranks; else None."""
-    rank = environment.get("RANK", "")
-    return int(rank) if rank.isdigit() and environment.get("WORLD_SIZE", "").isdigit() else None
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() and os.environ.get("WORLD_SIZE", "").isdigit() else None
 
 
 def num_local_ranks(world: int) -> int:

@@ -141,8 +141,7 @@ class TorchExecutor:
             self.queries(layer.attention, read, batch, (cache.keys[i], cache.values[i]), rope)
 
     def logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
-        rows, norm = pad_rows(hidden, padded_rows(len(hidden))), self.parts.norm
-        rows = rows if norm is None else rms_norm(rows, norm, self.parts.config.norm_eps)
+        rows = normed(pad_rows(hidden, padded_rows(len(hidden))), self.parts.norm, self.parts.config.norm_eps)
         return self.parts.head(rows)[: len(hidden)].float()
 
     def lower(self, num_layers: int) -> TorchExecutor:
