@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -458,6 +458,26 @@ def test_an_error_in_a_requests_own_code_fails_that_request_alone(error: BaseExc
     else:
         assert type(failed) is RequestFailed
         assert failed.__cause__ is error
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("draft", ["ngram", f"model:{SMALL}"])
+def test_code_that_raises_on_wrong_draft_tokens_only_does_not_fail_its_request(draft: str) -> None:
+    """Plain decoding would not have called it with these."""
+    params = params_with(0, max_tokens=20, temperature=1.5)
+    llm = LLM(str(TARGET), draft, dtype="float32", speculation=4, kernels="torch")
+    (expected,) = llm.generate([PROMPTS[0]], params, speculation=False)
+    text, wrong = (*expected.prompt_token_ids, *expected.outputs[0].token_ids), list[Sequence[int]]()
+
+    def strict(tokens: Sequence[int], logits: Tensor) -> Tensor:
+        if tuple(tokens) != text[: len(tokens)]:
+            wrong.append(tokens)
+            raise Sabotage("a token that is not in the answer")
+        return logits
+
+    (found,) = llm.generate([PROMPTS[0]], replace(params, logits_processors=[strict]))
+    assert exact_parts(found) == exact_parts(expected)
+    assert wrong
     assert_empty(llm)
 
 
