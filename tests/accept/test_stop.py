@@ -162,6 +162,14 @@ def test_text_that_may_begin_a_stop_string_is_held_back_and_then_released() -> N
     assert stop.pieces == (Piece("c", 4),)
 
 
+@pytest.mark.parametrize(("stops", "first"), [(["abc", "b"], "b"), (["b", "abc", "ab"], "ab"), (["c", "bc"], "bc")])
+def test_of_stop_strings_in_one_token_the_first_to_end_wins_then_the_longest(stops: list[str], first: str) -> None:
+    params = SamplingParams(stop=stops, include_stop_str_in_output=True)
+    stop = StopChecker(params, [], LETTERS, 50).push([6])  # abc
+    assert stop.stop_reason == first
+    assert "".join(piece.text for piece in stop.pieces) == "abc"[: "abc".index(first) + len(first)]
+
+
 def test_leading_spaces_depend_on_the_prompt() -> None:
     """A leading space belongs to the text where words precede it, and not at the start of all text."""
     assert StopChecker(SamplingParams(), [EOS], STORIES, 9, prompt=[1]).push([407]).pieces[0].text == "upon"

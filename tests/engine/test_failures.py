@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.accept.delta import Delta
 from forerun.async_llm import AsyncLLM
 from forerun.config import Verification
 from forerun.control.controller import FixedDepth
@@ -459,6 +460,20 @@ def test_an_error_in_a_requests_own_code_fails_that_request_alone(error: BaseExc
         assert type(failed) is RequestFailed
         assert failed.__cause__ is error
     assert_empty(llm)
+
+
+def test_a_step_returns_the_tokens_of_its_round_although_the_drafter_raised_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", speculation=4)
+    break_(llm, "drafter.observe", Fault(lambda call: call == 1), monkeypatch, late=False)
+    (sequence,) = llm.requests.sequences(Request.of(PROMPTS[0], params_with(0)))
+    llm.engine.submit(sequence)
+    deltas: list[Delta] = []
+    while llm.engine.has_work:
+        deltas += llm.engine.step()
+    assert llm.engine.recovery.strikes == 1
+    assert [token for delta in deltas for token in delta.token_ids] == sequence.tokens[sequence.num_prompt :]
 
 
 @pytest.mark.parametrize("draft", ["ngram", f"model:{SMALL}"])
