@@ -25,7 +25,15 @@ from forerun.engine import engine as engine_module
 from forerun.engine.recovery import STRIKES
 from forerun.engine.sequence import ActiveSequences, Status
 from forerun.engine.sequence import Sequence as TextSequence
-from forerun.errors import ModelError, ModelOutputInvalid, OutOfMemory, RequestFailed, RoundFailed, UnsupportedModel
+from forerun.errors import (
+    ModelError,
+    ModelOutputInvalid,
+    OutOfMemory,
+    RankLost,
+    RequestFailed,
+    RoundFailed,
+    UnsupportedModel,
+)
 from forerun.llm import LLM
 from forerun.models.decoder import Outputs
 from forerun.models.runner import Read, Runner
@@ -460,6 +468,13 @@ def test_an_error_in_a_requests_own_code_fails_that_request_alone(error: BaseExc
         assert type(failed) is RequestFailed
         assert failed.__cause__ is error
     assert_empty(llm)
+
+
+def test_a_lost_rank_is_no_error_of_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    break_(llm, "runner.read", Fault(lambda call: call == 2, RankLost("rank 1 has ended")), monkeypatch, late=False)
+    assert_plain(answers(llm))
+    assert (llm.engine.recovery.strikes, llm.engine.drafter is None) == (0, False)
 
 
 def test_a_step_returns_the_tokens_of_its_round_although_the_drafter_raised_afterwards(
