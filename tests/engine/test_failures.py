@@ -470,10 +470,22 @@ def test_an_error_in_a_requests_own_code_fails_that_request_alone(error: BaseExc
     assert_empty(llm)
 
 
-def test_a_lost_rank_is_no_error_of_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["a lost rank", "invalid logits"])
+def test_what_no_drafter_causes_is_no_error_of_the_drafter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
-    break_(llm, "runner.read", Fault(lambda call: call == 2, RankLost("rank 1 has ended")), monkeypatch, late=False)
+    read, calls = llm.engine.runner.read, itertools.count()
+
+    def failing(*arguments: Any) -> Outputs:
+        fails, states = next(calls) == 6, read(*arguments)
+        if fails and kind == "a lost rank":
+            raise RankLost("rank 1 has ended")
+        if fails:
+            states.logits.fill_(torch.nan)
+        return states
+
+    monkeypatch.setattr(llm.engine.runner, "read", failing)
     assert_plain(answers(llm))
+    assert next(calls) > 6
     assert (llm.engine.recovery.strikes, llm.engine.drafter is None) == (0, False)
 
 
