@@ -157,16 +157,16 @@ def test_lenient_mode_applies_to_fields_inside_objects(caplog: pytest.LogCapture
         "stream_options": {"include_usage": True, "include_costs": True},
     }
     with caplog.at_level(logging.WARNING, "forerun.serve"):
-        prepared, _ = prepare(body, "chat", plain(), "", LENIENT)
+        prepared, answers = prepare(body, "chat", plain(), "", LENIENT)
     assert prepared.include_usage
-    assert prepared.requests[0].sampling_params.grammar is not None
+    assert answers.sequences[0].params.grammar is not None
     for name in ("extra", "other", "strictly", "include_costs"):
         assert f'"{name}"' in caplog.text.replace("'", '"')
     known: dict[str, Any] = {"role": "user", "content": "Hi", "read_by_template": "!"}
-    read, _ = prepare(
+    _, answers = prepare(
         {**BASES["chat"], "chat_template": body["chat_template"], "messages": [known]}, "chat", plain(), "", TRUSTING
     )
-    assert read.requests[0].prompt == "Hi!"
+    assert answers.requests[0][0].prompt == "Hi!"
 
 
 def user(n: int) -> list[Any]:

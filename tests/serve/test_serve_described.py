@@ -9,7 +9,7 @@ import pytest
 
 from forerun.errors import ForerunError
 from forerun.serve.body import served_fields
-from forerun.serve.parse import parse_body
+from forerun.serve.parse import prepare
 from forerun.serve.problems import ApiError
 from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, openapi_body
 from forerun.serve.settings import ServeSettings
@@ -37,7 +37,7 @@ def accepted_bodies(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
         for value in VALUES:
             body = {**LEAST[endpoint], name: value}
             try:
-                parse_body(body, endpoint, plain(), "", TRUSTING)
+                prepare(body, endpoint, plain(), "", TRUSTING)
             except (ApiError, ForerunError):
                 continue
             yield body

@@ -178,7 +178,7 @@ def asked(body: dict[str, Any], endpoint: Any) -> Any:
         ask, answers = prepare(body, endpoint, plain(), "", ServeSettings(trust_request_templates=True))
     except Exception as error:
         return type(error), str(error).partition(": ")[2]
-    (request,), (sequence,) = ask.requests, answers.sequences
+    ((request, (sequence,)),) = answers.requests
     return sequence.tokens, request, ask.form, ask.include_reasoning
 
 

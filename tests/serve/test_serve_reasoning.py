@@ -135,8 +135,8 @@ def prompt_of(endpoint: Any, template: str, effort: object, **more: Any) -> str 
     message: dict[str, Any] = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
     if endpoint == "chat":
         message = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
-    asked, _ = prepare({"chat_template": template, **message, **more}, endpoint, plain(), "", TRUSTING)
-    return asked.requests[0].prompt
+    _, answers = prepare({"chat_template": template, **message, **more}, endpoint, plain(), "", TRUSTING)
+    return answers.requests[0][0].prompt
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "responses"])

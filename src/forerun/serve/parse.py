@@ -40,56 +40,67 @@ MOST_LOGPROBS = 1 << 20  # per body, which takes half a gigabyte; a full context
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A parsed body: one request for each prompt, and options of the answer.
+    """The options of the answer to a parsed body.
 
-    `limit_field`: the field with the maximum number of output tokens, if any. `form`: the format of reasoning and tool
-    calls. `body`: the body as sent, for answers that repeat parts of it. `drafters`: names of the drafters. With `echo`
-    a completion starts with its prompt; with `only_prompt` it is only the prompt, and the one generated token is
-    hidden. `num_logprobs`: upper bound of the log-probabilities in the answers.
+    `form`: the format of reasoning and tool calls. `body`: the body as sent, for answers that repeat parts of it.
+    `drafters`: names of the drafters. With `echo` a completion starts with its prompt; with `only_prompt` it is only
+    the prompt, and the one generated token is hidden. `num_logprobs`: upper bound of the log-probabilities in the
+    answers.
     """
 
     endpoint: Endpoint
-    requests: Seq[Request]
-    limit_field: str | None = None
-    form: AnswerForm = field(default_factory=AnswerForm)
-    include_reasoning: bool = True
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    echo: bool = False
-    only_prompt: bool = False
-    num_logprobs: int = 0
-    drafters: Seq[str] = ()
-    body: Mapping[str, Any] = field(default_factory=dict)
+    form: AnswerForm
+    include_reasoning: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    echo: bool
+    only_prompt: bool
+    num_logprobs: int
+    drafters: Seq[str]
+    body: Mapping[str, Any]
 
 
 def prepare(
     body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
 ) -> tuple[ParsedBody, Answers]:
-    """Parse a body and create its sequences, without running them. Raises InvalidRequest or ApiError with the field."""
+    """Parse a body and create its sequences, without running them. Raises InvalidRequest or ApiError with the field.
+
+    A body is a completion or, in any of the other interfaces, a chat.
+    """
+    fields = chat_fields(served_fields(body, endpoint, settings.lenient), endpoint)
     with naming_prompt(PROMPTS[endpoint]):
-        parsed = parse_body(body, endpoint, llm, tenant, settings)
-        answers = llm.ask(parsed.requests)
-    require_context(parsed.limit_field, answers, llm.plan.max_model_len)
-    most = max(MOST_LOGPROBS, 21 * llm.plan.max_model_len)
-    if (number := num_logprobs(answers)) > most:
-        name = next((name for name in ("prompt_logprobs", "top_logprobs") if body.get(name) is not None), "logprobs")
-        problem = f"the body requests {number} log-probabilities, for all tokens, samples and prompts together"
-        raise refused(name, f"{problem}; at most {most} are possible: request fewer of any of these.")
-    return replace(parsed, num_logprobs=number), answers
-
-
-def num_logprobs(answers: Answers) -> int:
-    """Upper bound of the log-probabilities in the answers to one body, those of prompts included."""
-    number = 0
-    for _, samples in answers.requests:
-        first, params = samples[0], samples[0].params
-        if params.prompt_logprobs is not None:
-            number += first.num_prompt * (params.prompt_logprobs + 1)
-        if params.logprobs is not None:
-            number += len(samples) * first.room * (params.logprobs + 1)
-    return number
+        params = params_of(fields, endpoint, llm)
+        prompts = completion_prompts(fields, llm) if endpoint == "completions" else chat_prompts(fields, llm, settings)
+        check_stream(fields, params)
+        if (num_samples := params.n * len(prompts.requests)) > MOST_SAMPLES_AT_ONCE:
+            problem = f"the body requests {num_samples} samples, of all prompts together"
+            raise refused("n", f"{problem}: request at most {MOST_SAMPLES_AT_ONCE} at once.")
+        options = {
+            "sampling_params": replace(params, grammar=answer_grammar(fields, prompts.tools, prompts.form, llm)),
+            "speculation": speculation_of(fields.get("speculation")),
+            "draft_details": fields.get("draft_details", False),
+            "tenant": tenant,
+        }
+        answers = llm.ask([replace(request, **options) for request in prompts.requests])
+    check_context(fields, answers, llm.plan.max_model_len)
+    usage = fields.get("stream_options", {})
+    parsed = ParsedBody(
+        endpoint=endpoint,
+        form=prompts.form,
+        include_reasoning=fields.get("include_reasoning", True),
+        stream=fields.get("stream", False),
+        include_usage=bool(usage.get("include_usage") or usage.get("continuous_usage_stats")),
+        continuous_usage=bool(usage.get("continuous_usage_stats")),
+        return_token_ids=fields.get("return_token_ids", False),
+        echo=fields.get("echo", False),
+        only_prompt=is_only_prompt(fields, endpoint),
+        num_logprobs=num_logprobs(fields, answers, llm.plan.max_model_len),
+        drafters=llm.drafter_names,
+        body=body,
+    )
+    return parsed, answers
 
 
 @contextmanager
@@ -101,44 +112,6 @@ def naming_prompt(name: str) -> Iterator[None]:
         if error.field not in ("prompt", "messages"):
             raise
         raise renamed(error, name) from error
-
-
-def parse_body(
-    body: Mapping[str, Any], endpoint: Endpoint, llm: LLM, tenant: str, settings: ServeSettings
-) -> ParsedBody:
-    """Parse a body. Raises InvalidRequest or ApiError, naming the invalid field.
-
-    A body is a completion or, in any of the other interfaces, a chat.
-    """
-    fields = chat_fields(served_fields(body, endpoint, settings.lenient), endpoint)
-    params = params_of(fields, endpoint, llm)
-    prompts = completion_prompts(fields, llm) if endpoint == "completions" else chat_prompts(fields, llm, settings)
-    check_stream(fields, params)
-    if (num_samples := params.n * len(prompts.requests)) > MOST_SAMPLES_AT_ONCE:
-        problem = f"the body requests {num_samples} samples, of all prompts together"
-        raise refused("n", f"{problem}: request at most {MOST_SAMPLES_AT_ONCE} at once.")
-    options = {
-        "sampling_params": replace(params, grammar=answer_grammar(fields, prompts.tools, prompts.form, llm)),
-        "speculation": speculation_of(fields.get("speculation")),
-        "draft_details": fields.get("draft_details", False),
-        "tenant": tenant,
-    }
-    usage = fields.get("stream_options", {})
-    return ParsedBody(
-        endpoint=endpoint,
-        requests=[replace(request, **options) for request in prompts.requests],
-        limit_field=next((name for name in LIMITS if name in fields), None),
-        form=prompts.form,
-        include_reasoning=fields.get("include_reasoning", True),
-        stream=fields.get("stream", False),
-        include_usage=bool(usage.get("include_usage") or usage.get("continuous_usage_stats")),
-        continuous_usage=bool(usage.get("continuous_usage_stats")),
-        return_token_ids=fields.get("return_token_ids", False),
-        echo=fields.get("echo", False),
-        only_prompt=is_only_prompt(fields, endpoint),
-        drafters=llm.drafter_names,
-        body=body,
-    )
 
 
 def check_stream(fields: Mapping[str, Any], params: SamplingParams) -> None:
@@ -153,37 +126,51 @@ def check_stream(fields: Mapping[str, Any], params: SamplingParams) -> None:
             raise refused(name, "it requires stream: true.")
 
 
-def require_context(limit_field: str | None, answers: Answers, context: int) -> None:
+def check_context(fields: Mapping[str, Any], answers: Answers, context: int) -> None:
     """Raise ApiError 400 if a prompt and the body's maximum number of output tokens exceed the context length.
 
     A default maximum, such as the model's, is reduced instead: such an answer ends with "length".
     """
+    name = next((name for name in LIMITS if name in fields), None)
     most, longest = answers.sequences[0].params.max_tokens, max(each.num_prompt for each in answers.sequences)
-    if limit_field is None or most is None or longest + most <= context:
+    if name is None or most is None or longest + most <= context:
         return
     raise refused(
-        limit_field,
+        name,
         f"this model's maximum context length is {context} tokens, and {longest} tokens of the prompt with {most} of "
         f"the answer exceed it ({TOO_MANY_TOKENS}): use at most {context - longest}, or leave it out.",
         TOO_MANY_TOKENS,
     )
 
 
+def num_logprobs(fields: Mapping[str, Any], answers: Answers, context: int) -> int:
+    """Upper bound of the log-probabilities in the answers to one body, those of prompts included.
+
+    Raises ApiError 400 if there are too many.
+    """
+    number = 0
+    for _, samples in answers.requests:
+        first, params = samples[0], samples[0].params
+        if params.prompt_logprobs is not None:
+            number += first.num_prompt * (params.prompt_logprobs + 1)
+        if params.logprobs is not None:
+            number += len(samples) * first.room * (params.logprobs + 1)
+    if number > (most := max(MOST_LOGPROBS, 21 * context)):
+        name = next((name for name in ("prompt_logprobs", "top_logprobs") if name in fields), "logprobs")
+        problem = f"the body requests {number} log-probabilities, for all tokens, samples and prompts together"
+        raise refused(name, f"{problem}; at most {most} are possible: request fewer of any of these.")
+    return number
+
+
 def params_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> SamplingParams:
-    """The sampling parameters of a body, with the model's defaults, and OpenAI's default of `max_tokens`."""
+    """The sampling parameters of a body, with the model's defaults."""
     defaults = llm.get_default_sampling_params()
     values = {name: body[name] for name in SAMPLING if name in body}
     values.setdefault("seed", secrets.randbits(SEED_BITS))
     if "n" in body:
         fix = f"use 1 or more answers per prompt, at most {MOST_SAMPLES_AT_ONCE}"
         whole("n", body["n"], fix, 1, MOST_SAMPLES_AT_ONCE)
-    limits = [body[name] for name in LIMITS if name in body]
-    if len(limits) == 2 and limits[0] != limits[1]:
-        raise refused("max_tokens", "it differs from max_completion_tokens: use only one of the two.")
-    default = llm.generation_defaults.given.get("max_tokens")
-    values["max_tokens"] = limits[0] if limits else default or (MAX_TOKENS if endpoint == "completions" else None)
-    if is_only_prompt(body, endpoint):
-        values["max_tokens"] = 1  # the engine generates at least one token, which is hidden
+    values["max_tokens"] = max_tokens_of(body, endpoint, llm)
     if "logit_bias" in body:
         values["logit_bias"] = biases(body["logit_bias"])
     values["logprobs"] = body.get("logprobs") if endpoint == "completions" else chat_logprobs(body)
@@ -201,6 +188,17 @@ def params_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Sampling
             if name in body:
                 raise renamed(error, name) from error
         raise
+
+
+def max_tokens_of(body: Mapping[str, Any], endpoint: Endpoint, llm: LLM) -> Any:
+    """The body's maximum number of output tokens, else the model's, else OpenAI's, which only completions have."""
+    limits = [body[name] for name in LIMITS if name in body]
+    if len(limits) == 2 and limits[0] != limits[1]:
+        raise refused("max_tokens", "it differs from max_completion_tokens: use only one of the two.")
+    if is_only_prompt(body, endpoint):
+        return 1  # the engine generates at least one token, which is hidden
+    default = llm.generation_defaults.given.get("max_tokens")
+    return limits[0] if limits else default or (MAX_TOKENS if endpoint == "completions" else None)
 
 
 def is_only_prompt(body: Mapping[str, Any], endpoint: Endpoint) -> bool:
