@@ -301,7 +301,7 @@ def test_a_conversation_grows_and_is_reset(talking: ScriptedLLM) -> None:
     ]
     assert result.stdout == "Once upon a\n" * 3
     assert "unknown command /rset: /reset clears" in result.stderr
-    assert "\n/reset clears the conversation, /exit quits\n" in result.stderr, "the answer to /help"
+    assert "\n/reset clears the conversation, /exit or Ctrl-D quits\n" in result.stderr, "the answer to /help"
     assert "tokens/s" in result.stderr
     assert chat(lines="hi").exit_code == 0  # the end of input leaves too
     for word in ("/quit", "/bye"):

@@ -131,7 +131,7 @@ def run_card(
     if stats.gain is not None:
         card.add_row("gain", f"×{stats.gain:.2f} compared with plain decoding (estimated)")
     if stats.acceptance_rate is not None:
-        share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} drafted)"
+        share = f"{stats.acceptance_rate:.1%} ({stats.num_accepted} of {stats.num_drafted} draft tokens)"
         card.add_row("acceptance", share)
         card.add_row("  by depth", " ".join(f"{rate:.2f}" for rate in stats.acceptance_at_depth))
         for number, counts in sorted(stats.drafters.items()):

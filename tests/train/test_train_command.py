@@ -99,7 +99,7 @@ def test_a_trained_drafter_is_better_than_untrained_and_its_training_is_recorded
     assert now["overlap"] > before["overlap"] + 0.03
     assert now["tokens_per_round"][1] > before["tokens_per_round"][1]
     assert report["steps"] == steps
-    assert report["stopped"] == "all steps are taken"
+    assert report["stopped"] == "all steps are done"
     assert report["predicted"]["speed_up"] > 0  # type: ignore[index]
     log = Journal.read(folder / "train.jsonl").entries
     looks = series(log, "held_out", "overlap")

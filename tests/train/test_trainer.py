@@ -89,7 +89,7 @@ def test_heads_for_several_depths_are_trained_by_the_same_loop(place_weights: st
     trainer = trainer_in(tmp_path / "out", student, source)
     before, state = trainer.best, trainer.run()
     after = judge_held_out(source.objective, student, trainer.held_out, no_report)
-    assert state.stopped == "all steps are taken"
+    assert state.stopped == "all steps are done"
     assert after.overlap > 1.5 * before.overlap
     assert after.tokens_per_round[0] > before.tokens_per_round[0] + 0.03
     assert len(after.tokens_per_round) == 3

@@ -76,7 +76,7 @@ def test_the_recommendation_is_printed_and_written(tuned: tuple[Path, Result, li
         "stories280k",
         "pre-",
         "dicted",
-        "kept at",
+        "accepted",
         "no chat template",
         "4, both to predict",
     ):

@@ -141,7 +141,7 @@ def read_passages(path: Path, recorded: bool = False, most: int | None = None) -
     Raises InvalidRequest, naming file and line.
     """
     if recorded and path.suffix != ".jsonl":
-        raise InvalidRequest("replay", f"{path}: the name ends in {path.suffix!r}: give a .jsonl file")
+        raise InvalidRequest("replay", f"{path}: its name does not end in .jsonl: give such a file")
     try:
         lines = list(prompt_lines(path, most))
         if path.suffix == ".txt":

@@ -24,6 +24,7 @@ forerun chat --model Qwen/Qwen2.5-0.5B-Instruct --draft ngram
 forerun chat --model ./checkpoint --system "Answer in one sentence." --temperature 0
 """
 
+CONTROLS = "/reset clears the conversation, /exit or Ctrl-D quits"
 EXITS = ("/exit", "/quit", "/bye")  # of this and of other programs
 
 
@@ -50,13 +51,15 @@ def chat(
     label = label_of_widened(llm)
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = beginning
+    if sys.stdin.isatty():
+        errors.print(f"{CONTROLS}, Ctrl-C ends an answer early", style="dim", highlight=False)
     while (line := read_line(errors)) is not None and line not in EXITS:
         if line == "/reset":
             messages = beginning
             errors.print("the conversation is cleared", style="dim", highlight=False)
         elif re.fullmatch("/[a-z]+", line):
             unknown = "" if line == "/help" else f"unknown command {line}: "
-            errors.print(f"{unknown}/reset clears the conversation, /exit quits", highlight=False)
+            errors.print(f"{unknown}{CONTROLS}", highlight=False)
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:

@@ -131,7 +131,7 @@ def calibrate(
     if error is None and controller.costs.kinds:
         costs, disturbed = as_json(controller), disturbance(neighbours.num_busy())
         if disturbed:
-            logger.warning("The costs of drafting were measured, but %s: the next start measures again.", disturbed)
+            logger.warning("The costs of drafting were measured, but %s. The next start measures again.", disturbed)
         else:
             keep(key, costs)
         return from_json(costs, engine.drafter.names)  # rounded as on disk, so that later starts behave the same

@@ -25,16 +25,16 @@ class StudentSizes:
 
     exit: Annotated[int | None, Option(help="early-exit: layers of the target that draft; default: a quarter.")] = None
     layers: Annotated[
-        int | None, Option(help="Layers; default: 1, of block 2, of draft a quarter of the target's.")
+        int | None, Option(help="Layers; default: 1, for block 2, for draft a quarter of the target's.")
     ] = None
     hidden: Annotated[int | None, Option(help="draft: width; default: half of the target's.")] = None
     heads: Annotated[
         int | None,
         Option(help="medusa: heads, one for each depth; default: 4. draft: attention heads; default: by the width."),
     ] = None
-    mlp: Annotated[int | None, Option(help="Neurons per layer; default: the target's, of draft 11/4 of the width.")] = (
-        None
-    )
+    mlp: Annotated[
+        int | None, Option(help="Neurons per layer; default: the target's, for draft 11/4 of the width.")
+    ] = None
     init: Annotated[str | None, Option(help="draft: a checkpoint to continue from.")] = None
     hydra: Annotated[
         bool | None, Option("--hydra", help="medusa: each head reads the draft tokens before its own.")
@@ -62,7 +62,7 @@ class StudentSizes:
     tune_target: Annotated[Path | None, Option(help="medusa: tune the target too (Medusa-2), into this folder.")] = None
     taps: Annotated[
         str | None,
-        Option(help="eagle, block: layers of the target whose inputs it reads, as in 2,4; N layers: N for the output."),
+        Option(help="eagle, block: target layers, from 0, whose inputs it reads, as in 2,4; their number: its output."),
     ] = None
 
     def only(self, kind: str, *names: str) -> None:

@@ -47,7 +47,7 @@ def prompt_lines(path: Path, most: int | None = None) -> Iterator[tuple[str, str
 def file_lines(path: Path, field: str) -> list[bytes]:
     """All lines of a .jsonl or .txt file. Raises InvalidRequest, naming the field, for other or unreadable files."""
     if path.suffix not in (".jsonl", ".txt"):
-        raise InvalidRequest(field, f"{path}: the name ends in {path.suffix!r}: give a .jsonl or a .txt file")
+        raise InvalidRequest(field, f"{path}: its name does not end in .jsonl or .txt: give such a file")
     try:
         return path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
     except OSError as error:

@@ -24,14 +24,14 @@ INDENT = "  "
 DIM, BOLD, WRONG = Style(dim=True), Style(bold=True), Style(color="red")
 MARKS: Mapping[Fate, str] = {"accepted": "✓", "rejected": "✗", "not judged": "·"}
 RULES: Mapping[Rule, str] = {
-    "follow": "A draft token is accepted (✓) if the target samples the same token at its position.",
+    "follow": "A draft token is accepted (✓) if the target samples the same token there.",
     "token": "A draft token is accepted (✓) if its coin, uniform in (0, 1), is below p/q. At a rejection (✗) the token "
     "is sampled from the residual max(p - q, 0).",
     "block": "A draft token is accepted (✓) if its coin, uniform in (0, 1), is below its h, or a later token's coin is "
     "below the h of that token; h compares p with q over all tokens up to its own. At a rejection (✗) the token is "
     "sampled from the residual of p and q.",
 }
-SHARED_NOISE = "Both sample with the same noise, so they agree more often than with independent noise."
+SHARED_NOISE = "Both use the same noise, so they agree more often than with independent noise."
 GREEDY = "At temperature 0, the most likely token has probability 1."
 ORIGINS: Mapping[Origin, str] = {
     Origin.RECOVERED: "recovered: replaces a rejected token",

@@ -47,7 +47,7 @@ class TrainSettings:
     steps: Annotated[int | None, Option(help="Training steps; default: 2000.")] = None
     hours: Annotated[float | None, Option(help="Hours to train, in place of --steps.")] = None
     batch: Annotated[int, Option(help="Answers per step.")] = 8
-    max_tokens: Annotated[int, Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 128
+    max_tokens: Annotated[int, Option("--max-tokens", "-n", help="Maximum tokens of an answer.")] = 128
     prompt_tokens: Annotated[int, Option(help="Tokens of a prompt that is cut out of a text.")] = 64
     temperature: Annotated[
         float | None, Option("--temperature", "-t", help="As used later for generation; default: the model's or 1.")
@@ -56,9 +56,9 @@ class TrainSettings:
     top_p: Annotated[float | None, Option(help="As used later for generation.")] = None
     loss: Annotated[
         str,
-        Option(help=f"Loss after the share of KL: {', '.join(LOSS_NAMES)}.", autocompletion=complete_from(*LOSS_NAMES)),
+        Option(help=f"Loss after the KL part: {', '.join(LOSS_NAMES)}.", autocompletion=complete_from(*LOSS_NAMES)),
     ] = "lk-lambda"
-    kl_share: Annotated[float, Option(help="Share of the training, from its start, whose loss is KL.")] = 0.1
+    kl_share: Annotated[float, Option(help="Fraction of the training, at its start, with the KL loss.")] = 0.1
     place_weights: Annotated[
         str, Option(help="Loss weights by depth: decay or d-pace.", autocompletion=complete_from("decay", "d-pace"))
     ] = "decay"
@@ -75,7 +75,7 @@ class TrainSettings:
     ] = False
     passes: Annotated[int, Option(help="How often each answer is used.")] = 1
     first_share: Annotated[
-        float, Option(help="eagle, mtp: share of the training, from its start, at depth 1 only.")
+        float, Option(help="eagle, mtp: fraction of the training, at its start, at depth 1 only.")
     ] = 0.0
     whole: Annotated[bool, Option("--whole", help="Train on the prompts too, not on answers alone.")] = False
 

@@ -122,7 +122,7 @@ class Trainer:
         """Train to the end."""
         while not self.state.stopped:
             if self.share_done >= 1:
-                self.state.stopped = "all steps are taken" if self.settings.steps else "the time is over"
+                self.state.stopped = "all steps are done" if self.settings.steps else "the time is over"
                 self.evaluate()
                 break
             started_s = time.perf_counter()

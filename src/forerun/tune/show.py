@@ -92,7 +92,7 @@ def drafters(report: TuneReport) -> FigureTable:
                 shown = [f"{rates[depth - 1]:.0%}" if len(rates) >= depth else "" for depth in SHOWN_DEPTHS]
                 rows.append([Text(name), f"{temperature:g}", *shown])
                 styles.append("dim" if kind else "")
-    heads = ("drafter", "temper-\nature", *(f"kept at\ndepth {depth}" for depth in SHOWN_DEPTHS))
+    heads = ("drafter", "temper-\nature", *(f"accepted\ndepth {depth}" for depth in SHOWN_DEPTHS))
     return FigureTable(heads, rows, num_names=1, styles=styles)
 
 
