@@ -171,6 +171,11 @@ def stages(most: int) -> int:
     return max(1, most // 2) if torch.version.hip else most
 
 
+def all_registers(num_warps: int) -> dict[str, int]:
+    """The option by which the threads of a GPU program may have all registers; AMD's compiler has no such option."""
+    return {} if torch.version.hip else {"maxnreg": min(255, 65_536 // (32 * num_warps))}
+
+
 @cache
 def has_doubles(device: torch.device) -> bool:
     """Whether the device computes in float64."""

@@ -56,8 +56,7 @@ AMD_USAGE = ("vgpr_count", "private_segment_fixed_size")  # registers, and bytes
 # What may spill so many bytes, by kernel and the beginning of a case, and why; OUTSIDE: in no innermost loop.
 OUTSIDE = "what only the loop over splits needs is stored, so that more programs run at once"
 SPILLS = {
-    ("attend_splits", "torch.float32"): (48, OUTSIDE),
-    ("attend_run", "torch.float32"): (48, OUTSIDE),
+    ("attend_splits", "torch.float32, heads of 256, window"): (16, OUTSIDE + ", by 3.7 for an H100"),
     ("attend_run", "torch.bfloat16, heads of 64"): (16, OUTSIDE + ", for an A100"),
     ("attend_run", "torch.float16, heads of 64"): (16, OUTSIDE + ", for an A100"),
     ("group_gemm", "torch.bfloat16, INT4, 32 rows, 32 outputs, 8, 8"): (8, "two programs fit, by 3.7 for a B200"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Int
+from forerun.device import all_registers
 from forerun.errors import DeviceUnavailable
 from forerun.models.backends.gpu.experts import run_experts
 from forerun.models.backends.torch_cpu.mlp import gelu, routes_of
@@ -307,12 +308,15 @@ class TritonOps:
 
 
 def attention_sizes(width: int, element_bytes: int, most_keys: int) -> dict[str, int]:
-    """Warps of an attention program and keys of a step for heads of this width, so that no registers spill.
+    """Warps of an attention program, keys of a step, and registers of a thread for heads of this width: none spill.
 
-    Products in float32 do not use tensor cores and keep both operands in registers.
+    Products in float32 do not use tensor cores and keep both operands in registers. So they take few keys in a step,
+    and for heads of up to 128 the compiler must not spill registers to run more programs at once.
     """
-    warps = max(4, min(16, width * element_bytes**2 // 128))
-    return {"num_warps": warps, "BLOCK_KEYS": most_keys if width * element_bytes <= 512 else most_keys // 2}
+    warps = max(4, min(16, width * element_bytes // 64))
+    if element_bytes < 4:
+        return {"num_warps": warps, "BLOCK_KEYS": most_keys if width <= 256 else most_keys // 2}
+    return {"num_warps": warps, "BLOCK_KEYS": most_keys // 4, **(all_registers(warps) if width <= 128 else {})}
 
 
 def ops_for(device: torch.device) -> Ops:
