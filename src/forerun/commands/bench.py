@@ -5,19 +5,15 @@ This file defines the options and the exit status: 0, or 1 if any depth changed 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 import typer
 
 from forerun.bench.plan import CHOSEN, SHIPPED, Selection
-from forerun.commands.running import Result, importing
+from forerun.commands.running import Result, importing, numbers
 from forerun.config import AUTO
-from forerun.errors import InvalidRequest
-from forerun.limits import shown
 from forerun.models.bundled import DRAFT, TARGET
 from forerun.options import (
     OUTPUT,
@@ -32,7 +28,6 @@ from forerun.options import (
 )
 from forerun.shape import StaticTree
 
-Number = TypeVar("Number", int, float)
 EXAMPLES = """
 forerun bench
 forerun bench --model stdlib --draft ngram --workload edits --batch 1,4 -o edits.json
@@ -153,22 +148,3 @@ def depth_number(text: str) -> int:
     if depth < 0 and text.strip() != AUTO:
         raise ValueError(text)
     return depth
-
-
-def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """Parse numbers separated by commas. Raises InvalidRequest naming the option."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidRequest(name, f"{text!r} must be numbers separated by commas, such as 0,1.") from None
-
-
-def json_object(name: str, text: str, example: str) -> dict[str, Any]:
-    """Parse the JSON object of an option. Raises InvalidRequest."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(name, f"{shown(text)} is not JSON ({error}).") from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(name, f"{shown(text)} is not an object such as {example}.")
-    return value

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from forerun.commands.bench import json_object, numbers
-from forerun.commands.running import Result, importing
+from forerun.commands.running import Result, importing, numbers, object_value
 from forerun.errors import InvalidRequest
 from forerun.options import OUTPUT, OutputOptions, with_options
 from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
@@ -173,7 +172,7 @@ def bench_serve(
     plan = load.plan()
     between_s, first_s = (None if ms is None else ms / 1000 for ms in (limits.sla_between_ms, limits.sla_first_ms))
     level = ServiceLevel(between_s, first_s, limits.sla_percentile)
-    extra = json_object("body", load.body, '{"top_p": 0.9}')
+    extra = object_value("body", load.body, '{"top_p": 0.9}')
     address = server.access.address(server.url, server.chat)
     with LoadingBar(lines=True) as bar:
         measurement = measure_traffic(

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
-from forerun.commands.bench import numbers
-from forerun.commands.running import Result, importing
+from forerun.commands.running import Result, importing, numbers
 from forerun.config import AUTO
 from forerun.errors import ModelNotFound
 from forerun.options import REQUIRED_DRAFT, AdapterOption, OutputOptions, adapted, with_options

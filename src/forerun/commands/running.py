@@ -1,4 +1,4 @@
-"""What all commands share: handling of Ctrl-C, and output files.
+"""What commands share: handling of Ctrl-C, values of options, and output files.
 
 Output files are checked before any work is done, and written completely or not at all.
 """
@@ -10,19 +10,21 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from json import dumps
+from json import dumps, loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 from forerun.errors import InvalidRequest
+from forerun.limits import shown
 from forerun.options import INTERRUPTED, OutputOptions
 from forerun.store import write_whole
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+Number = TypeVar("Number", int, float)
 SvgSource = Callable[[], str]  # returns an SVG
 
 
@@ -61,6 +63,25 @@ def patient_interrupt() -> Iterator[Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Parse numbers separated by commas. Raises InvalidRequest naming the option."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidRequest(name, f"{text!r} must be numbers separated by commas, such as 0,1.") from None
+
+
+def object_value(name: str, text: str, example: str) -> dict[str, Any]:
+    """Parse the JSON object of an option. Raises InvalidRequest."""
+    try:
+        value = loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(name, f"{shown(text)} is not JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(name, f"{shown(text)} is not an object such as {example}.")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from forerun.commands.bench import MeasurementOptions, json_object, numbers
+from forerun.commands.bench import MeasurementOptions
 from forerun.commands.bench_serve import RemoteOptions
-from forerun.commands.running import Destination, Result, importing
+from forerun.commands.running import Destination, Result, importing, numbers, object_value
 from forerun.draft.spec import parse_spec, runs_code
 from forerun.errors import InvalidRequest
 from forerun.options import DRAFTERS, MODEL, OutputOptions, changed, with_options
@@ -97,7 +97,7 @@ def tune(
     if remote.against is not None:
         raise InvalidRequest("against", f"{remote.against!r} needs --server: name the server with speculation.")
     selection = options.cells()
-    template_values = json_object("template_options", options.template_options, '{"enable_thinking": false}')
+    template_values = object_value("template_options", options.template_options, '{"enable_thinking": false}')
     with importing():
         from rich.console import Console
 
@@ -174,7 +174,7 @@ def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str
         numbers("depths", remote.depths, int),
         options.time_limit,
     )
-    extra = json_object("body", remote.body, '{"top_p": 0.9}')
+    extra = object_value("body", remote.body, '{"top_p": 0.9}')
     prompts = mixed_passages(options.prompts)
     address, against = remote.addresses(options.chat, remote.against, "against", remote.against_model)
     with LoadingBar(lines=True) as bar:
