@@ -108,17 +108,17 @@ class Switch:
         if mode == "seen":
             self.engine.sanitized = unchecked
 
-    def waited(self, *arguments: Any) -> Chains | None:
+    def waited(self, *arguments: Any, **more: Any) -> Chains | None:
         """Draw chains, and wait until their tokens are on the host, which does not use them."""
-        chains = self.draw_chains(*arguments)
+        chains = self.draw_chains(*arguments, **more)
         if chains is not None and chains.draft_tokens is not None:
             chains.draft_tokens.tolist()
             self.num_switched += 1
         return chains
 
-    def seen(self, draws: Draws, *arguments: Any) -> Chains | None:
+    def seen(self, draws: Draws, *arguments: Any, **more: Any) -> Chains | None:
         """Draw chains, and return them as trees whose tokens the host knows."""
-        chains = self.draw_chains(draws, *arguments)
+        chains = self.draw_chains(draws, *arguments, **more)
         if chains is None or chains.draft_tokens is None:
             return chains
         assert not chains.laws, "no laws are drawn from"

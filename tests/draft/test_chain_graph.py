@@ -58,7 +58,7 @@ def both(runner: GraphRunner, draws: Draws, depths: tuple[int, ...]) -> list[Dra
     """The draft by a graph, and the draft step by step."""
     made = make(runner)
     stepped = make(runner)
-    stepped.runner.draw_chains = lambda *_: None  # type: ignore[method-assign]
+    stepped.runner.draw_chains = lambda *_, **__: None  # type: ignore[method-assign]
     return [drafter.propose(draws, [Budget(depth) for depth in depths]) for drafter in (made, stepped)]
 
 

@@ -32,7 +32,7 @@ class StepByStep(Runner):
     """A runner without the single call for chains."""
 
     @override
-    def draw_chains(self, *arguments: object) -> None:
+    def draw_chains(self, *arguments: object, **more: object) -> None:
         return None
 
 

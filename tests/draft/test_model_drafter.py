@@ -193,9 +193,9 @@ def test_a_draft_reports_the_time_of_its_passes(
             return super().read(reads, *rest, **more)
 
         @override
-        def draw_chains(self, *arguments: Any) -> Chains | None:
+        def draw_chains(self, *arguments: Any, **more: Any) -> Chains | None:
             self.take()
-            return super().draw_chains(*arguments) if at_once else None
+            return super().draw_chains(*arguments, **more) if at_once else None
 
     monkeypatch.setattr("forerun.draft.model.follower.time.perf_counter", lambda: now_s)
     drafter = make(blueprint)

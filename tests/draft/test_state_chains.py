@@ -51,8 +51,8 @@ def watched(draft: str, at_once: bool, monkeypatch: pytest.MonkeyPatch, **option
     assert isinstance(drafter, StateFollower)
     drawing, proposing = drafter.runner.draw_chains, drafter.propose
 
-    def draw_chains(*arguments: Any) -> Chains | None:
-        chains = drawing(*arguments) if at_once else None
+    def draw_chains(*arguments: Any, **more: Any) -> Chains | None:
+        chains = drawing(*arguments, **more) if at_once else None
         assert (chains is not None) == at_once
         return chains
 
@@ -131,9 +131,9 @@ def test_a_round_reads_new_text_and_draws_in_one_call(
         passes.append(sum(len(read.tokens) for read in reads))
         return reading(reads, **options)
 
-    def draw_chains(*arguments: Any) -> Chains | None:
-        texts.append(sum(len(text) for text in arguments[6].tokens) if len(arguments) == 8 else 0)
-        return drawing(*arguments)
+    def draw_chains(*arguments: Any, **more: Any) -> Chains | None:
+        texts.append(sum(len(text) for text in more["texts"].tokens) if "texts" in more else 0)
+        return drawing(*arguments, **more)
 
     monkeypatch.setattr(drafter.runner, "read", read)
     monkeypatch.setattr(drafter.runner, "draw_chains", draw_chains)

@@ -188,7 +188,7 @@ def test_chains_and_logits_are_those_of_transformers_modules(
     llm = LLM(str(tmp_path), "mtp", dtype="float32", speculation=Speculation(count), max_model_len=128)
     found, judged = watched(llm, monkeypatch), list[Tensor]()
     plain = MtpDecoder.logits
-    monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, so that logits are recorded
+    monkeypatch.setattr(Runner, "draw_chains", lambda *_, **__: None)  # step by step, so that logits are recorded
 
     def judging(decoder: MtpDecoder, hidden: Tensor) -> Tensor:
         judged.append(plain(decoder, hidden))

@@ -55,8 +55,8 @@ class CountingRunner(Runner):
         return states
 
     @override
-    def draw_chains(self, draws: Draws, starts: Sequence[ChainStart], *rest: Any) -> Chains | None:
-        chains = super().draw_chains(draws, starts, *rest)
+    def draw_chains(self, draws: Draws, starts: Sequence[ChainStart], *rest: Any, **more: Any) -> Chains | None:
+        chains = super().draw_chains(draws, starts, *rest, **more)
         self.num_read += sum(chains.num_read.values()) if chains else 0
         return chains
 

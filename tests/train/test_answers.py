@@ -221,7 +221,7 @@ def test_a_student_learns_by_the_logits_that_its_drafter_has_when_serving(
     with torch.no_grad():
         predicted = student.predict(batch, None)
     plain_offer = Draws.offer
-    monkeypatch.setattr(Runner, "draw_chains", lambda *_: None)  # step by step, where each pass is seen
+    monkeypatch.setattr(Runner, "draw_chains", lambda *_, **__: None)  # step by step, where each pass is seen
 
     def offer(
         draws: Draws, logits: Tensor, rows: Seq[int], paths: Seq[Seq[int]], *more: int, **by: bool

@@ -181,7 +181,7 @@ class Follower:
         before, started_s = self.states_at_roots(starts), time.perf_counter()
         if self.taps and before is None:  # the states of draft tokens have to be computed step by step
             return None
-        chains = self.runner.draw_chains(draws, starts, logits, self.ids, states, before)
+        chains = self.runner.draw_chains(draws, starts, logits, self.ids, states=states, before=before)
         self.pass_s += time.perf_counter() - started_s
         return chains
 

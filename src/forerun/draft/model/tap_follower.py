@@ -98,7 +98,7 @@ class TapFollower(Follower):
         starts = starts_of(draws, {row.seq_id: row.budget for row in rows})
         started_s, reads = time.perf_counter(), [Read(row.seq_id, text) for row, text in zip(rows, texts, strict=True)]
         read, heads = self.unread_texts(reads), self.parallel_heads(rows)
-        chains = self.runner.draw_chains(draws, starts, None, self.ids, False, None, read, heads)
+        chains = self.runner.draw_chains(draws, starts, None, self.ids, texts=read, heads=heads)
         self.pass_s += time.perf_counter() - started_s
         if chains is not None:
             self.drawn = starts if heads is None else []
