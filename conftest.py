@@ -69,31 +69,42 @@ def import_from_another_folder_on(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem() -> Generator[None, object, object]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
     """Mark `full` those cases of a test that its marker `short` does not name.
 
     A name is the id of a case, or of several with * for any text. A name that no case has is an error.
     """
-    found = yield
-    tests = [each for each in found if isinstance(each, pytest.Function)] if isinstance(found, list) else []
-    marker = tests[0].get_closest_marker("short") if tests else None
+    yield
+    marker = metafunc.definition.get_closest_marker("short")
     if marker is not None:
         names = {name: re.compile(re.escape(name).replace(r"\*", ".*"), re.DOTALL) for name in marker.args}
-        ids = {test: test.callspec.id for test in tests}
         for name, pattern in names.items():
-            if not any(map(pattern.fullmatch, ids.values())):
+            if not any(pattern.fullmatch(case.id) for case in metafunc._calls):
                 raise pytest.Collector.CollectError(
-                    f"{tests[0].originalname} has no case {name!r}: {list(ids.values())}"
+                    f"{metafunc.function.__name__} has no case {name!r}: {[case.id for case in metafunc._calls]}"
                 )
-        for test, case in ids.items():
-            if not any(pattern.fullmatch(case) for pattern in names.values()):
-                test.add_marker("full")
-    return found
+        for case in metafunc._calls:
+            if not any(pattern.fullmatch(case.id) for pattern in names.values()):
+                case.marks.append(pytest.mark.full.mark)
+    if leaves_out_full(metafunc.config) and not any("::" in argument for argument in metafunc.config.args):
+        leave_out_full_cases(metafunc)
+
+
+def leave_out_full_cases(metafunc: pytest.Metafunc) -> None:
+    """Make no items of cases marked `full`, which are most of all cases; one stands for a test that has no others."""
+    all_full = metafunc.definition.get_closest_marker("full") is not None
+    short = [] if all_full else [case for case in metafunc._calls if all(mark.name != "full" for mark in case.marks)]
+    metafunc._calls = short or metafunc._calls[:1]
+
+
+def leaves_out_full(config: pytest.Config) -> bool:
+    """Whether a run does not ask for tests marked `full`, as it does with `-m full`."""
+    return "full" not in config.option.markexpr
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave tests marked `full` out of every run that does not ask for them with `-m full`."""
-    if "full" in config.option.markexpr:
+    if not leaves_out_full(config):
         return
     config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
     items[:] = [item for item in items if not item.get_closest_marker("full")]

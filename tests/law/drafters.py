@@ -122,7 +122,8 @@ def documented(name: str, *arguments: object) -> Drafter:
 
 def phrases() -> Drafter:
     """The documentation's first drafter. It knows phrases of the target's, and pieces of made-up stories."""
-    pieces = [story(300, seed)[start : start + 9] for seed in range(4) for start in range(0, 290, 4)]
+    stories = [story(300, seed) for seed in range(4)]
+    pieces = [text[start : start + 9] for text in stories for start in range(0, 290, 4)]
     return documented("PhraseDrafter", [context().tokenizer.encode(phrase) for phrase in PHRASES] + pieces)
 
 

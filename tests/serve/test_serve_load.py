@@ -235,6 +235,8 @@ def test_a_signal_drains_the_server_before_it_exits(sent: signal.Signals, status
                 assert (late.status_code, late.json()["error"]["code"]) == (503, "shutting_down")
                 assert late.headers["retry-after"] == "1"
                 assert http.get("/health").status_code == 200
+                reader = stream.extensions["network_stream"].get_extra_info("socket")
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # with the little one it takes 10 s
                 events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         ends = [choice["index"] for each in events for choice in each["choices"] if choice["finish_reason"]]
         assert sorted(ends) == list(range(5))
