@@ -45,10 +45,14 @@ class Ending:
     stop_reason: int | str | None
 
 
-def play(checker: StopChecker, runs: Iterator[Sequence[int]]) -> tuple[Ending, list[Piece]]:
+def play(checker: StopChecker, runs: Iterator[Sequence[int]], restarts: bool = False) -> tuple[Ending, list[Piece]]:
+    """The end and the text of a sequence that comes in these runs; it `restarts` before each, as after an error."""
     pieces: list[Piece] = []
+    tokens: list[int] = []
     kept = 0
     for run in runs:
+        checker = checker.restarted(tokens) if restarts else checker
+        tokens += run
         stop = checker.push(run)
         pieces += stop.pieces
         kept += stop.num_kept
@@ -116,9 +120,9 @@ def test_any_runs_end_where_the_definition_says_they_end(data: st.DataObject) ->
     expected = oracle(ids, params, LETTER_EOS, most, LETTERS)
     in_runs, pieces = play(StopChecker(params, [LETTER_EOS], LETTERS, limit), iter(runs))
     one_by_one, single = play(StopChecker(params, [LETTER_EOS], LETTERS, limit), iter([[i] for i in ids]))
-    assert in_runs == expected
-    assert one_by_one == expected
-    assert pieces == single
+    restarted, same = play(StopChecker(params, [LETTER_EOS], LETTERS, limit), iter(runs), restarts=True)
+    assert in_runs == one_by_one == restarted == expected
+    assert pieces == single == same
     assert all(piece.text for piece in pieces)
     ordinals = [piece.ordinal for piece in pieces]
     assert ordinals == sorted(ordinals)
