@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -213,6 +214,23 @@ def test_after_an_error_in_a_step_another_thread_drives_the_engine(monkeypatch: 
     together(unlucky, lucky)
     assert raised
     assert_empty(llm)
+
+
+def test_after_a_round_jobs_that_came_meanwhile_run_and_all_waiting_threads_look_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, done, inboxes = shared().driver, list[bool](), [queue.SimpleQueue[Delta | None]() for _ in range(3)]
+
+    def step() -> list[Delta]:
+        driver.jobs.append(lambda: done.append(True))
+        assert not driver.drive(rounds=False), "a round is running"
+        driver.waiting.extend(inboxes)
+        return []
+
+    monkeypatch.setattr(shared().engine, "step", step)
+    assert driver.drive()
+    assert done == [True]
+    assert [inbox.qsize() for inbox in inboxes] == [1, 1, 1]
 
 
 def test_cancelling_a_request_in_the_engine_ends_its_stream() -> None:

@@ -141,6 +141,10 @@ def test_answers_in_a_file_draft_after_a_restart(tmp_path: Path) -> None:
     assert spent(second, PROMPTS[0], params, "b") == fresh
     assert spent(second, PROMPTS[0], params, "a")[1] < fresh[1] / 2
     assert len(past_of(suffix(spec))) == 3
+    stream = second.stream(PROMPTS[1], params, tenant="c")
+    begun = next(stream).token_ids
+    second.close()
+    assert past_of(suffix(spec))[3:] == [("c", begun)], "what was unfinished when the LLM was closed"
 
 
 def test_every_front_door_stores_answers_under_their_tenant() -> None:
