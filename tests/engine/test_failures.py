@@ -470,6 +470,23 @@ def test_an_error_in_a_requests_own_code_fails_that_request_alone(error: BaseExc
     assert_empty(llm)
 
 
+def test_a_sequence_is_finished_once_although_its_last_tokens_are_delivered_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The drafter raises after each round is final, so recovery delivers the round's deltas again."""
+    llm, finished = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", speculation=4), list[bool]()
+    monkeypatch.setattr("forerun.engine.recovery.STRIKES", 99)
+    break_(llm, "drafter.observe", Fault(ALWAYS), monkeypatch, late=False)
+    sequences = llm.requests.sequences(Request.of(PROMPTS[0], params_with(0, n=2)))
+
+    async def main() -> list[Delta]:
+        async with AsyncLLM(llm) as front:
+            return [delta async for delta in front.follow(sequences, lambda: finished.append(True))]
+
+    deltas = asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    assert len(finished) == 2 == sum(delta.finish_reason is not None for delta in deltas)
+
+
 @pytest.mark.parametrize("kind", ["a lost rank", "invalid logits"])
 def test_what_no_drafter_causes_is_no_error_of_the_drafter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
