@@ -128,6 +128,25 @@ def test_a_prefix_is_reused_in_part_if_the_row_needs_its_blocks() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("num_cached", range(1, 5))
+def test_a_cached_block_is_not_moved_to_where_a_row_is_still_to_be_read(num_cached: int) -> None:
+    """A row moves to blocks with a cached text, which goes elsewhere: not to the row's old block before it moved."""
+    cache, texts = cache_of(6 * SIZE), [list(range(first, first + SIZE)) for first in (0, 100)]
+    for seq_id, text in enumerate(texts):
+        read_on(cache, seq_id, text)
+    kept = list(range(200, 200 + num_cached * SIZE))
+    retired(cache, kept)
+    texts[0] += range(50, 50 + SIZE)
+    read_on(cache, 0, texts[0])
+    for seq_id, text in enumerate(texts):
+        check_slots(cache, cache.start(seq_id), text)
+    cache.check()
+    assert known(cache, kept) == min(num_cached, 2) * SIZE, "the old block counts as taken"
+    cache.release([1])
+    found = cache.adopt(2, kept, "a")
+    check_slots(cache, cache.start(2), kept[:found])
+
+
 def test_no_prefix_is_found_after_clear_or_release() -> None:
     cache = cache_of(200)
     text = list(range(40))
