@@ -23,11 +23,9 @@ FIXED = Placement(torch.device("cpu"), fixed=True)
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        (torch.float16, "float16"),
-        ("half", "float16"),
-        (torch.bfloat16, "bfloat16"),
-        ("float", "float32"),
-        (torch.float32, "float32"),
+        *((each, "float16") for each in (torch.float16, "float16", "fp16", "half")),
+        *((each, "bfloat16") for each in (torch.bfloat16, "bfloat16", "bf16")),
+        *((each, "float32") for each in (torch.float32, "float32", "fp32", "float", "torch.float32")),
         ("auto", "auto"),
     ],
 )

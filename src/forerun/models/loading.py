@@ -93,7 +93,7 @@ class Blueprint:
             )
         folder = find_checkpoint(spec.model, spec.revision)
         config = read_config(folder)
-        dtypes = candidate_dtypes(spec.dtype, config, placement.fixed)
+        dtypes = candidate_dtypes(str(spec.dtype), config, placement.fixed)
         checkpoint = Checkpoint.of_model(folder, dtypes[0], placement.fixed)
         config = check_weights(config, checkpoint)
         if is_shared:

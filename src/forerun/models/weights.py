@@ -29,7 +29,6 @@ from forerun.models.projections import EMBEDDING, HEAD, expected_tensors, layer_
 from forerun.models.quantized.layouts import quantized_tensors
 from forerun.models.quantized.scheme import read_scheme
 from forerun.models.quantized.tensors import QuantizedTensor
-from forerun.models.spec import dtype_name
 from forerun.models.stored import AGAIN, PLAIN, StoredTensor, read_header
 
 MOST_SHARDS = 10_000  # larger numbers in file names are not believed
@@ -53,18 +52,15 @@ OTHER_NAMES = {  # InternLM 2's names, mapped to Llama's
 log = logging.getLogger(__name__)
 
 
-def candidate_dtypes(
-    requested: str | torch.dtype, config: ModelConfig, activations_too: bool = False
-) -> tuple[torch.dtype, ...]:
-    """The dtypes that weights may be loaded in, the preferred one first. Raises InvalidRequest.
+def candidate_dtypes(requested: str, config: ModelConfig, activations_too: bool = False) -> tuple[torch.dtype, ...]:
+    """The dtypes that weights may be loaded in, the preferred one first; `requested` is `ModelSpec.dtype`.
 
     An explicit dtype is used as it is. "auto" is the checkpoint's dtype if it has 16 bits, or float32 if that is
     faster; float64 becomes float32. With `activations_too`, as on GPUs, activations have the dtype of the weights, and
     float16 becomes bfloat16, because activations can exceed the range of float16.
     """
-    name = dtype_name(requested)
-    if name != "auto":
-        return (DTYPES[name],)
+    if requested != "auto":
+        return (DTYPES[requested],)
     if config.dtype not in (torch.float16, torch.bfloat16):
         return (torch.float32,)
     return (torch.bfloat16 if activations_too else config.dtype, torch.float32)
