@@ -520,6 +520,7 @@ def test_a_step_returns_the_tokens_of_its_round_although_the_drafter_raised_afte
     assert [token for delta in deltas for token in delta.token_ids] == sequence.tokens[sequence.num_prompt :]
 
 
+@pytest.mark.short("ngram")
 @pytest.mark.parametrize("draft", ["ngram", f"model:{SMALL}"])
 def test_code_that_raises_on_wrong_draft_tokens_only_does_not_fail_its_request(draft: str) -> None:
     """Plain decoding would not have called it with these."""

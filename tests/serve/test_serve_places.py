@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -269,6 +270,26 @@ def test_the_time_limit_of_a_request_counts_from_its_arrival(served: Any, monkey
             await asyncio.wait_for(entry.turn, 5)
 
     asyncio.run(work())
+
+
+def test_a_request_is_finished_if_all_of_its_samples_are(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, _ = served
+    outcomes: list[str] = []
+    monkeypatch.setattr("forerun.serve.service.log_request", lambda record: outcomes.append(record["outcome"]))
+
+    async def work(num_read: int) -> None:
+        entry, finished = service.gate.enter("a"), 0
+        writer = service.read(entry, "completions", {"prompt": "Once", "max_tokens": 4, "n": 2})
+        async with aclosing(service.deltas(entry, writer)) as deltas:
+            async for delta in deltas:
+                finished += delta.finish_reason is not None
+                if finished == num_read:
+                    break
+        service.gate.leave(entry)
+
+    for num_read in (1, 2):
+        asyncio.run(asyncio.wait_for(work(num_read), PATIENCE_S))
+    assert outcomes == ["client_left", "finished"]
 
 
 CLIENTS = st.tuples(
