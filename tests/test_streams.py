@@ -15,14 +15,14 @@ from typing_extensions import override
 from forerun import streams
 from forerun.streams import FAULT, MISTAKE, READER_GONE, Guarded, guard_streams, show_warnings, warnings_held_back
 from kit.checkpoints import SRC, TARGET
-from kit.command import apart
+from kit.command import apart, command
 from kit.servers import TEMPLATE
 
 
-def forerun(command: str) -> subprocess.CompletedProcess[str]:
+def forerun(line: str) -> subprocess.CompletedProcess[str]:
     """A shell line in which `forerun` is the real command."""
     env = os.environ | {"PYTHONPATH": str(SRC), "FORERUN": f"{sys.executable} -W error -m forerun"}
-    shell = ["bash", "-c", command.replace("forerun", "$FORERUN")]
+    shell = ["bash", "-c", line.replace("forerun", "$FORERUN")]
     return subprocess.run(shell, env=env, capture_output=True, text=True, check=False, timeout=600)
 
 
@@ -99,10 +99,11 @@ def test_full_disks_and_readers_that_go_away_leave_no_traceback() -> None:
 def test_standard_input_that_is_closed_is_empty_and_one_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     shutil.copytree(TARGET, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)
-    command = f"forerun {name} -m {tmp_path / 'model'}" + " -n 2 --seed 1 -" * (name == "generate")
-    closed, empty = forerun(f"{command} <&-"), forerun(f"{command} < /dev/null")
-    assert (closed.returncode, closed.stdout) == (empty.returncode, empty.stdout)
-    unreadable = forerun(f"{command} 0> {tmp_path / 'file'}")
+    words = [name, "-m", str(tmp_path / "model"), *["-n", "2", "--seed", "1", "-"] * (name == "generate")]
+    line, empty = " ".join(["forerun", *words]), command(*words, stdin="")
+    closed = forerun(f"{line} <&-")
+    assert (closed.returncode, closed.stdout) == (empty.exit_code, empty.stdout)
+    unreadable = forerun(f"{line} 0> {tmp_path / 'file'}")
     assert unreadable.returncode == MISTAKE
     assert unreadable.stderr.endswith("error: standard input cannot be read: Bad file descriptor\n")
 
