@@ -245,7 +245,7 @@ def test_json_describes_the_batch_and_needs_an_output(run: Callable[..., Result]
     assert "there is a prompt argument as well" in run("Once").stderr
 
 
-@pytest.mark.parametrize(("name", "reason"), [("none.jsonl", "cannot be read"), ("a.csv", "does not end in .jsonl or .txt")])
+@pytest.mark.parametrize(("name", "reason"), [("none.jsonl", "cannot be read"), ("a.csv", "does not end in .jsonl")])
 def test_an_unreadable_input_is_refused(name: str, reason: str, tmp_path: Path) -> None:
     message = refusal("generate", "-m", "m", "-i", str(tmp_path / name))
     assert message.startswith(f"error: input: {tmp_path / name}")
