@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from forerun.llm import LLM
 from forerun.output import CompletionOutput, RequestOutput
@@ -160,7 +161,12 @@ def test_every_form_of_a_prompt(server: Running, prompt: Any) -> None:
     assert [choice.index for choice in found.choices] == list(range(2 * len(forms)))
 
 
-def test_without_special_tokens_and_with_log_probabilities_of_the_prompt(server: Running) -> None:
+def test_without_special_tokens_and_with_log_probabilities_of_the_prompt(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    monkeypatch.setattr(server.llm.tokenizer._backend, "post_processor", begun)  # the model's own adds none
+    usual = server.post("/v1/completions", prompt=PROMPT, max_tokens=1, return_token_ids=True).json()["choices"][0]
     found = server.post(
         "/v1/completions",
         prompt=PROMPT,
@@ -175,6 +181,7 @@ def test_without_special_tokens_and_with_log_probabilities_of_the_prompt(server:
         0
     ]
     assert tuple(found["prompt_token_ids"]) == expected.prompt_token_ids == tuple(ids)
+    assert usual["prompt_token_ids"] == [1, *ids]
     assert found["text"] == expected.outputs[0].text
     assert found["prompt_logprobs"][0] is None
     for entry, each in zip(found["prompt_logprobs"][1:], expected.prompt_logprobs, strict=True):
