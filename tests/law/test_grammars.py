@@ -205,9 +205,11 @@ def test_forced_tokens_may_be_deeper_than_the_draft_of_another_row() -> None:
     assert compared(found) == compared(expected)
     assert not llm.engine.recovery.strikes, "no round failed"
     assert found[1].metrics.num_drafted > 0
-    other = SamplingParams(grammar=Grammar.regex(" a (lime|dime)"))  # where " a time" is drafted
+    (a, time) = llm.tokenizer.encode_inside(" a time")
+    other = SamplingParams(grammar=Grammar.regex(" a (time|dog) [xyz]"), logit_bias={a: 50, time: 50})
     (cut,) = llm.generate(prompts[1], other, speculation=Speculation(2, drafter="ngram"))
     assert cut.metrics.num_drafted == 2
+    assert (cut.metrics.accepted_at_depth, cut.metrics.offered_at_depth) == ([1, 0], [1, 1])
     assert sum(each.num_drafted for each in cut.metrics.drafters.values()) == 2
 
 
