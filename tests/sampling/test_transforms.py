@@ -134,6 +134,18 @@ def test_ties_are_kept_together_by_filters_and_split_by_greedy() -> None:
     assert law_of(tied, temperature=0.0) == [0, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("rejection", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ids_that_the_tokenizer_lacks_have_no_probability(temperature: float, rejection: bool) -> None:
+    row = RowSampling(0, SamplingParams(temperature=temperature), 0, 0, [0, 1], 1, ())
+    draws = Draws([row], 6, rejection=rejection, num_ids=4)
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0, 9.0, 8.0]])
+    assert draws.probs(logits, draws.roots())[0, 4:].tolist() == [0, 0]
+    assert int(draws.draw(logits, draws.roots())) < 4
+    assert sorted(draws.children(logits, draws.roots(), 6).tokens[0].tolist())[:2] == [-1, -1]
+    assert int(draws.children(logits, draws.roots(), 6).tokens.max()) < 4
+
+
 def test_a_nucleus_ends_where_the_probabilities_reach_top_p_exactly() -> None:
     assert law_of([1.0, 0.0], top_p=law_of([1.0, 0.0])[0]) == [1, 0]
 
