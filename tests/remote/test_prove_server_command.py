@@ -206,6 +206,8 @@ def test_mistakes_are_named_with_their_cure(prompts: Path) -> None:
             "prove", "--prompts", str(prompts), "--server", other.url, "--draft", "ngram"
         )
         assert "plain: 'x' needs --server" in refusal("prove", "--prompts", str(prompts), "--plain", "x")
+        assert "plain_model: 'x' needs --server" in refusal("prove", "--prompts", str(prompts), "--plain-model", "x")
+        assert "chat: True needs --server" in refusal("prove", "--prompts", str(prompts), "--chat")
         assert "model: it is missing" in refusal("prove", "--prompts", str(prompts))
         assert "time_limit: 5 needs --server" in refusal("prove", "--prompts", str(prompts), "--time-limit", "5")
         named = prove(prompts, *both, "--plain-model", "other", num_texts=100)

@@ -163,4 +163,5 @@ def test_mistakes_are_named_with_their_cure(tmp_path: Path) -> None:
         assert "depths: 0 must be" in refusal("tune", "--server", other.url, "--depths", "0")
         assert "clients: '1,x' must be numbers" in refusal("tune", "--server", other.url, "--clients", "1,x")
         assert "concurrency: 0 must be" in refusal("tune", "--server", other.url, "--clients", "0")
-        assert "against: 'x' needs --server" in refusal("tune", "--against", "x")
+        for option, value in (("against", "x"), ("against-model", "x"), ("clients", "2"), ("depths", "3")):
+            assert f"{option.replace('-', '_')}: '{value}' needs --server" in refusal("tune", f"--{option}", value)

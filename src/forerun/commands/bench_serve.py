@@ -16,7 +16,7 @@ import typer
 
 from forerun.commands.running import Result, importing, numbers, object_value
 from forerun.errors import InvalidRequest
-from forerun.options import OUTPUT, OutputOptions, with_options
+from forerun.options import OUTPUT, OutputOptions, changed, with_options
 from forerun.traffic.plan import LoadKind, ServerLoad, SpeculationMode, TrafficPlan
 
 if TYPE_CHECKING:
@@ -63,6 +63,15 @@ class RemoteOptions:
         for name in given:
             if name not in known:
                 raise InvalidRequest(name, f"it cannot be used with --server {self.server}: {cure}.")
+
+    def require_server(self) -> None:
+        """Raise InvalidRequest for a given option that applies only to a server, as there is none."""
+        access = set(changed(self.access))  # settings files have these for other commands
+        for name in changed(self):
+            if name not in access:
+                value = getattr(self, name)
+                text = f"{value:g}" if isinstance(value, float) else repr(value)
+                raise InvalidRequest(name, f"{text} needs --server: name the server with speculation, or leave it out.")
 
     def addresses(
         self, chat: bool, other: str | None, option: str, other_model: str

@@ -94,10 +94,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
     if remote.server is not None:
         holds = prove_remote(options, remote, result)
         raise typer.Exit(0 if holds else 1)
-    if remote.plain is not None:
-        raise InvalidRequest("plain", f"{remote.plain!r} needs --server: name the server with speculation.")
-    if remote.time_limit is not None:
-        raise InvalidRequest("time_limit", f"{remote.time_limit:g} needs --server: name a server, or omit the limit.")
+    remote.require_server()
     if not options.model or options.draft is None:
         missing = "draft" if options.model else "model"
         raise InvalidRequest(missing, "it is missing: give --model and --draft, or a server with --server URL.")

@@ -94,8 +94,7 @@ def tune(
     if remote.server is not None:
         tune_server(options, remote, names, result)
         return
-    if remote.against is not None:
-        raise InvalidRequest("against", f"{remote.against!r} needs --server: name the server with speculation.")
+    remote.require_server()
     selection = options.cells()
     template_values = object_value("template_options", options.template_options, '{"enable_thinking": false}')
     with importing():
