@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.models.backends.native_check import find_kernels
+from forerun.models.backends.torch_cpu import quantized
 from forerun.models.backends.torch_cpu.linear import make_linear
 from forerun.models.backends.torch_cpu.quantized import (
     EXACT_TERMS,
@@ -24,7 +26,7 @@ from forerun.models.backends.torch_cpu.quantized import (
     in_short_sums,
     quantize_groups,
     quantize_rows,
-    quantized_packing_is_exact,
+    quantized_packing_pays,
     round_groups,
 )
 from forerun.models.choice import cpu_backend
@@ -53,7 +55,7 @@ def awkward(rows: int, width: int, dtype: torch.dtype) -> Tensor:
 def test_the_bits_of_8_bit_layers_are_those_of_the_definition(
     shape: tuple[int, int], dtype: torch.dtype, biased: bool
 ) -> None:
-    """Whole numbers of 64 bits, in any company, with oneDNN, compiled kernels or neither."""
+    """Whole numbers of 64 bits, in any company, with oneDNN where it pays, compiled kernels or neither."""
     weight, x = awkward(*shape, dtype), awkward(70, shape[1], dtype)
     bias = torch.randn(shape[0]).to(dtype) if biased else None
     a, s = quantize_rows(x)
@@ -90,21 +92,30 @@ def test_rounding_is_at_most_half_a_step() -> None:
     assert ((whole * scales - x).abs() <= 0.5001 * scales).all()
 
 
-def test_without_the_operator_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(self: QuantizedLinear, whole: Tensor) -> Tensor:
-        if self.packed:
+@pytest.mark.parametrize("how", ["missing", "slow"])
+def test_without_the_operator_or_where_it_is_slow_the_numbers_are_the_same(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For some processors oneDNN has a reference implementation only."""
+
+    def multiply(self: QuantizedLinear, whole: Tensor) -> Tensor:
+        if self.packed and how == "missing":
             raise RuntimeError("no such operator")
+        if self.packed:
+            clock.append(clock[-1] + 1.0)
         return honest(self, whole)
 
     honest = QuantizedLinear.multiply
     weight, x = torch.randn(16, 64), torch.randn(5, 64)
     expected = make_linear(weight, quantize="int8")(x)
-    monkeypatch.setattr(QuantizedLinear, "multiply", missing)
-    quantized_packing_is_exact.cache_clear()
+    clock = [0.0]
+    monkeypatch.setattr(QuantizedLinear, "multiply", multiply)
+    monkeypatch.setattr(quantized, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
+    quantized_packing_pays.cache_clear()
     try:
         layer = make_linear(weight, quantize="int8")
     finally:
-        quantized_packing_is_exact.cache_clear()
+        quantized_packing_pays.cache_clear()
     assert isinstance(layer, QuantizedLinear)
     assert not layer.packed
     assert torch.equal(layer(x), expected)

@@ -24,7 +24,7 @@ from forerun.annotations import Float
 from forerun.config import Quantization
 from forerun.models.backends.invariance import agreed_rows, cancelling_product
 from forerun.models.backends.torch_cpu.mlp import soft_capped
-from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear, quantized_packing_is_exact
+from forerun.models.backends.torch_cpu.quantized import Quantized4Linear, QuantizedLinear, quantized_packing_pays
 from forerun.models.layer import Bias, Linear, WeightMatrix
 from forerun.models.rows import BLOCK_ROWS, EXACT_ROWS, MAX_ROWS, MIN_ROWS, padded_rows
 
@@ -82,7 +82,7 @@ def make_linear(weight: WeightMatrix, bias: Bias | None = None, quantize: Quanti
     if quantize == "int4":
         return Quantized4Linear(weight, bias)
     if quantize == "int8":
-        return QuantizedLinear(weight, bias, packed=quantized_packing_is_exact())
+        return QuantizedLinear(weight, bias, packed=quantized_packing_pays())
     if not packing_available(weight):
         return BlockedLinear(weight, bias)
     max_rows = trusted_rows(*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
