@@ -152,5 +152,6 @@ def run_card(
 def _origin_counts(origins: Sequence[Origin]) -> Text:
     """The number of tokens of each origin, each in its colour: the legend of the text above."""
     counts = Counter(origins)
-    shown = [Text(f"{counts[o]} {o.value}", STYLES[o]) for o in STYLES if counts[o]]
+    names = {origin: "plain" if origin is Origin.TARGET else origin.value for origin in STYLES}
+    shown = [Text(f"{counts[o]} {names[o]}", STYLES[o]) for o in STYLES if counts[o]]
     return Text(", ").join(shown) if shown else Text("none")

@@ -1,11 +1,12 @@
-"""An object that is no drafter is refused before the target is loaded; the message says what it lacks."""
+"""An object that is no drafter is refused, with what it lacks; a drafter whose trees are malformed is named once."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.draft.base import Budget, Committed, Draft
 from forerun.draft.plan import check_drafter
 from forerun.errors import UnknownDrafter
@@ -41,7 +42,7 @@ def of(kind: type[Resting], **parts: object) -> Any:
     ("drafter", "problem"),
     [
         (5, "5 is neither a specification, such as 'ngram', nor a Drafter: it has no taps"),
-        (Resting, r"but a class: pass an instance, as in Resting\(\)"),
+        (Resting, r"is a class: pass an instance, as in Resting\(\)"),
         (of(Resting, names="mine"), "its names, 'mine', must be a tuple of strings"),
         (of(Resting, names=()), r"its names, \(\), must be a tuple of strings"),
         (of(Resting, taps="all"), "its taps, 'all', must be a tuple of numbers from -1 to 5"),
@@ -53,6 +54,30 @@ def of(kind: type[Resting], **parts: object) -> Any:
 def test_an_object_that_is_no_drafter_is_refused_with_what_it_lacks(drafter: Any, problem: str) -> None:
     with unchecked(), pytest.raises(UnknownDrafter, match=problem):
         LLM(str(TARGET), drafter)
+
+
+def chain_of(draws: Draws, num_rows: int = 0, dtype: torch.dtype = torch.int64) -> DraftTree:
+    """A chain of one draft token per row, and `num_rows` rows too many."""
+    roots = [row.tokens[-1] for row in draws.rows] + [0] * num_rows
+    tokens = torch.tensor([[root, 5] for root in roots], dtype=dtype)
+    return DraftTree(tokens, torch.tensor([[-1, 0]] * len(roots), dtype=dtype), depth=1, width=1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_malformed"),
+    [({}, False), ({"num_rows": 1}, True), ({"dtype": torch.int32}, True)],
+)
+def test_a_malformed_tree_is_dropped_with_one_warning(
+    parts: dict[str, Any], is_malformed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = of(Resting, propose=lambda self, draws, budgets, tail=None: Draft(chain_of(draws, **parts)))
+    llm = LLM(str(TARGET), drafter, dtype="float32", speculation=1)
+    with unchecked():
+        llm.generate("Once", SamplingParams(max_tokens=6, ignore_eos=True))
+    assert (llm.stats.num_drafted == 0) == is_malformed
+    warnings = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
+    assert len(warnings) == is_malformed
+    assert all("tokens and parents of its DraftTree must be int64" in each for each in warnings)
 
 
 @pytest.mark.parametrize("drafter", [Resting(), Tapping(), of(Resting, names=["a", "b"]), of(Tapping, taps=[5])])

@@ -94,12 +94,12 @@ def free_name(name: str, taken: Collection[str]) -> str:
 def check_drafter(drafter: Drafter, num_layers: int) -> None:
     """Raise UnknownDrafter for an object that is not a drafter for a target of `num_layers` layers."""
     if isinstance(drafter, type):
-        problem = f"but a class: pass an instance, as in {drafter.__name__}()"
+        problem = f"is a class: pass an instance, as in {drafter.__name__}()"
     elif problem := problem_of(drafter, num_layers):
-        problem = f"nor a Drafter: {problem}"
+        problem = f"is neither a specification, such as 'ngram', nor a Drafter: {problem}"
     else:
         return
-    raise UnknownDrafter(f"draft: {shown(drafter)} is neither a specification, such as 'ngram', {problem}.")
+    raise UnknownDrafter(f"draft: {shown(drafter)} {problem}.")
 
 
 def problem_of(drafter: Drafter, num_layers: int) -> str:

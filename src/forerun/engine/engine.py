@@ -36,10 +36,14 @@ from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 from forerun.verify.rules import Verdict
-from forerun.verify.sanitize import sanitize
+from forerun.verify.sanitize import sanitize, well_formed
 from forerun.verify.verify import verify
 
 MakeDraws = Callable[..., Draws]  # with the signature of Draws itself
+MALFORMED = (
+    "A draft of %s was dropped: tokens and parents of its DraftTree must be int64 tensors on one device and of one "
+    "shape, with a row for each row of draws. Other such drafts are dropped without a message."
+)
 MAX_PENDING_TOKENS = 128  # a paused drafter receives accepted tokens in batches of this size
 log = logging.getLogger(__name__)
 
@@ -92,6 +96,7 @@ class Engine:
         self.active = ActiveSequences()
         self.pending = PendingTokens()  # accepted tokens that the drafter has not received yet
         self.drafter_paused = False  # whether the last decision was not to draft
+        self.malformed = False  # whether a draft was dropped for its form, which is logged once
         self.stats = Stats()
         self.recovery = Recovery(weak)
 
@@ -238,7 +243,11 @@ class Engine:
             roots = tree.tokens[:, 0]
         else:
             roots = bare.tokens[:, 0] if tree.tokens.is_cpu else plan.draws.roots_tokens
-        return sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
+        safe = sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
+        if safe.depth == 0 and not (self.malformed or well_formed(tree, roots)):
+            self.malformed = True
+            log.warning(MALFORMED, self.drafter_name)
+        return safe
 
     def with_tree(self, plan: RoundPlan, draft: Draft, tree: DraftTree) -> Draft:
         """The draft with the tree that is verified.

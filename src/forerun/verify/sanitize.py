@@ -62,7 +62,7 @@ def sanitize(
     roots are left. The values of a valid draft do not change; on a CPU, `kernels` check it faster and make `known`.
     """
     assert len(limits) == roots.shape[0], f"{len(limits)} limits for {roots.shape[0]} sequences"
-    if not _well_formed(tree, roots):
+    if not well_formed(tree, roots):
         return DraftTree.bare(roots)
     bounds = [(limit.depth, limit.width, limit.nodes if limit.depth > 0 else 0) for limit in limits]
     deepest, widest, most = (max(column) for column in zip(*bounds, strict=True))
@@ -134,7 +134,7 @@ def _unseen_chains(tree: DraftTree, roots: Int[Tensor, " batch"], counts: Sequen
     return replace(chains, known=[HostTree.unseen(count) for count in counts], widths=[1] * len(counts))
 
 
-def _well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:
+def well_formed(tree: DraftTree, roots: Int[Tensor, " batch"]) -> bool:
     """Whether these are two integer matrices of one shape, with a row per sequence. Needs no data from the device."""
     tokens, parents = tree.tokens, tree.parents
     same_dtype = tokens.dtype == parents.dtype == roots.dtype
