@@ -138,6 +138,17 @@ def test_with_a_full_cache_nothing_is_drafted_and_decoding_goes_on() -> None:
     assert any(refused), "the cache was never full"
 
 
+@pytest.mark.parametrize(("max_tokens", "num_drafted"), [(1, 0), (2, 0), (5, 3), (9, 7)])
+def test_no_token_is_drafted_that_could_not_be_emitted(max_tokens: int, num_drafted: int) -> None:
+    """The round that reads the prompt emits the first token, and every round one more than were drafted."""
+    asked = [([1, *range(300, 310)], SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))]
+    oracle, answers = oracle_for(asked)
+    oracle.errs = lambda place: False
+    engine = engine_of(LONGEST, oracle)
+    assert finish(engine, requests().sequences(Request.of(*asked[0], Speculation(7)))) == answers
+    assert engine.stats.num_drafted == engine.stats.num_accepted == num_drafted
+
+
 def test_counters_add_up() -> None:
     asked = random_requests(5, 8)
     oracle, answers = oracle_for(asked)
