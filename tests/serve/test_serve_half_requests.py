@@ -143,6 +143,29 @@ def test_bodies_in_any_order_stay_within_the_memory_limit(steps: list[tuple[int,
         asyncio.run(work())
 
 
+def test_if_memory_for_bodies_is_short_the_oldest_is_refused_and_forgotten() -> None:
+    async def work() -> None:
+        all_uploads, arrives = Uploads(most_bytes=10, most_s=PATIENCE_S), asyncio.Event()
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"12345678"
+            await arrives.wait()
+
+        reading = [asyncio.create_task(all_uploads.read(pieces()))]
+        await asyncio.sleep(0)
+        (oldest,) = all_uploads.under_way
+        most = 10 * MOST_AT_ONCE // 8
+        reading += [asyncio.create_task(all_uploads.read(pieces())) for _ in range(most)]
+        await asyncio.sleep(0)
+        assert (all_uploads.num_bytes, len(all_uploads.under_way), oldest.pieces) == (8 * most, most, [])
+        arrives.set()
+        bodies = await asyncio.gather(*reading, return_exceptions=True)
+        assert [isinstance(body, ApiError) for body in bodies] == [True] + [False] * most
+        assert not all_uploads.num_bytes + len(all_uploads.under_way)
+
+    asyncio.run(work())
+
+
 def test_the_rest_of_a_refused_body_is_not_stored() -> None:
     async def send() -> tuple[int, list[bytes]]:
         all_uploads = Uploads(most_bytes=100, most_s=30.0)
