@@ -124,14 +124,14 @@ def test_forecast_bounds_contain_the_true_speed_up_and_narrow_with_more_draft_to
 
 
 def test_pausing_and_resuming_of_drafting_are_each_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning when draft tokens begin to be rejected, a line when they are accepted again, and no other messages."""
+    """A line when draft tokens begin to be rejected, and when they are accepted again; the first is a warning."""
     good, bad = World([0.9], [0.01]), World([0.0], [0.05])
     controller = calibrated(good, 1)
     with caplog.at_level(logging.INFO, logger="forerun.control.measured"):
         for number, world in enumerate((good, bad, good, bad)):
             list(simulate(controller, world, 1200, 1, seed=number))
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert "Drafting is paused, since it would not save time: ×" in caplog.records[0].getMessage()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO"]
+    assert "Drafting is paused, since it would save too little time or none: ×" in caplog.records[0].getMessage()
     assert "at batch 1" in caplog.records[0].getMessage()
 
 

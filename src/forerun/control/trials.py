@@ -96,6 +96,7 @@ class Advice:
     """
 
     off: bool = False  # whether drafting was last reported as paused
+    warned: bool = False  # whether a pause was reported as a warning before
     num_otherwise: int = 0  # plans in a row that contradict `off`
     num_offered: int = 0
     num_accepted: int = 0
