@@ -131,7 +131,7 @@ def test_pausing_and_resuming_of_drafting_are_each_logged_once(caplog: pytest.Lo
         for number, world in enumerate((good, bad, good, bad)):
             list(simulate(controller, world, 1200, 1, seed=number))
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO"]
-    assert "Drafting is paused, since it would save too little time or none: ×" in caplog.records[0].getMessage()
+    assert "Drafting is paused, as it would save too little time or none: ×" in caplog.records[0].getMessage()
     assert "at batch 1" in caplog.records[0].getMessage()
 
 

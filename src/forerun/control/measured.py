@@ -118,7 +118,7 @@ class MeasuredDepth:
         return [[option.budget]]
 
     def advise(self, drafting: bool) -> None:
-        """Log when drafting is paused because it would not save time, the first time as a warning, and when it resumes."""
+        """Log when drafting is paused, as it would not save time, the first time as a warning, and when it resumes."""
         if self.advice.planned(drafting):
             best = forecast(self.costs, self.drafters, len(self.load.seq_ids), self.load.num_context)
             if not self.advice.off:
@@ -129,8 +129,8 @@ class MeasuredDepth:
                 reason = f"{best} at best" if best is not None else "no draft token is likely enough"
                 level = logging.INFO if self.advice.warned else logging.WARNING
                 self.advice.warned = self.advice.warned or log.isEnabledFor(level)
-                message = "Drafting is paused, since it would save too little time or none: %s. It is retried now and then."
-                log.log(level, message, reason)
+                text = "Drafting is paused, as it would save too little time or none: %s. It is retried now and then."
+                log.log(level, text, reason)
 
     def options(self, load: Load, outlook: Outlook, least: float = 0.0) -> Sequence[Options]:
         """The options of all rows whose draft tokens survive with a probability of at least `least`, by estimates."""
