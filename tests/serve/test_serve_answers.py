@@ -161,6 +161,21 @@ def test_every_form_of_a_prompt(server: Running, prompt: Any) -> None:
     assert [choice.index for choice in found.choices] == list(range(2 * len(forms)))
 
 
+def test_every_prompt_and_sample_counts_and_has_offsets_of_its_own(server: Running) -> None:
+    prompts = [f"{name} and her dog went to the park, and they played there until it was dark. " * 4 for name in "AB"]
+    asked = {"max_tokens": 3, "logprobs": 1, "n": 2, "seed": 3}
+    for prompt in prompts:
+        server.post("/v1/completions", prompt=prompt, **asked)
+    singly = [server.post("/v1/completions", prompt=prompt, **asked).json() for prompt in prompts]
+    together = server.post("/v1/completions", prompt=prompts, **asked).json()
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (*singly, together)]
+    assert cached[0] + cached[1] == cached[2] > cached[0] > 0
+    for choice in together["choices"]:
+        lists = choice["logprobs"]
+        lengths = [len(token) for token in lists["tokens"]]
+        assert lists["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
+
+
 def test_without_special_tokens_and_with_log_probabilities_of_the_prompt(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

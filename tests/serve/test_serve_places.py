@@ -280,16 +280,21 @@ def test_a_request_is_finished_if_all_of_its_samples_are(served: Any, monkeypatc
     async def work(num_read: int) -> None:
         entry, finished = service.gate.enter("a"), 0
         writer = service.read(entry, "completions", {"prompt": "Once", "max_tokens": 4, "n": 2})
-        async with aclosing(service.deltas(entry, writer)) as deltas:
-            async for delta in deltas:
-                finished += delta.finish_reason is not None
-                if finished == num_read:
-                    break
-        service.gate.leave(entry)
+        try:
+            async with aclosing(service.deltas(entry, writer)) as deltas:
+                async for delta in deltas:
+                    finished += delta.finish_reason is not None
+                    if finished == num_read:
+                        break
+        finally:
+            service.gate.leave(entry)
 
     for num_read in (1, 2):
         asyncio.run(asyncio.wait_for(work(num_read), PATIENCE_S))
-    assert outcomes == ["client_left", "finished"]
+    monkeypatch.setattr(service, "settings", replace(service.settings, request_s=1e-9))
+    with pytest.raises(ApiError, match="took more than"):
+        asyncio.run(asyncio.wait_for(work(2), PATIENCE_S))
+    assert outcomes == ["client_left", "finished", "took_too_long"]
 
 
 CLIENTS = st.tuples(
