@@ -4,13 +4,18 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
+from unittest.mock import patch
 
 import torch
+import typer.main
 from typer.testing import CliRunner, Result
 
 from forerun import cli
 from kit.checkpoints import SRC
 from kit.unchecked import unchecked
+
+made = cache(typer.main.get_command)  # of all functions, each time anew, it takes longer than most commands
 
 
 def command(*words: str, stdin: str | None = None, **env: str | None) -> Result:
@@ -18,7 +23,7 @@ def command(*words: str, stdin: str | None = None, **env: str | None) -> Result:
     clean = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": "xterm", "COLUMNS": "200", "OPENAI_API_KEY": ""}
     before = torch.get_num_threads()
     try:
-        with unchecked():
+        with unchecked(), patch("typer.testing._get_command", made):
             return CliRunner().invoke(cli.app, list(words), input=stdin, env=clean | env)
     finally:
         torch.set_num_threads(before)
