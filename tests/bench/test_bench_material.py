@@ -148,7 +148,7 @@ def test_an_invalid_line_is_reported_with_its_number(
 def test_invalid_files_are_refused(written: Callable[..., Path], tmp_path: Path) -> None:
     for prompts, replay, message in (
         (None, tmp_path / "none.jsonl", "replay: .*cannot be read"),
-        (None, tmp_path / "a.txt", "give a .jsonl"),
+        (None, tmp_path / "a.txt", r"does not end in \.jsonl: give such a file"),
         (None, written({"prompt": "x"}), '"answer" is missing'),
         (written(GOOD, name="a.jsonl"), written(GOOD, name="a.jsonl"), "cannot be combined with"),
     ):

@@ -65,7 +65,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     for name, complaint in [
         ("latin.txt", "latin.txt:2: not UTF-8"),
         ("empty.txt", "it contains no prompts"),
-        ("a.csv", "give a .jsonl or a .txt"),
+        ("a.csv", r"does not end in \.jsonl or \.txt: give such a file"),
         ("none.txt", "No such file"),
     ]:
         with pytest.raises(InvalidRequest, match=complaint):
