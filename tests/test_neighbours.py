@@ -141,7 +141,7 @@ def test_costs_of_rounds_that_were_disturbed_are_not_kept(
         always(num_busy)
         LLM(str(TARGET), f"model:{SMALL}", max_model_len=128).close()
         assert len(kept) == (num_busy == 0.0)
-        assert ("the next start measures again" in caplog.text) == disturbs(num_busy)
+        assert ("The next start measures again" in caplog.text) == disturbs(num_busy)
         caplog.clear()
 
 
