@@ -215,7 +215,7 @@ class Engine:
         load = Load(
             seq_ids=seq_ids,
             speculations=[row.sequence.speculation for row in plan.drawing],
-            rooms=[max_draft_depth(row, chain) for row, chain in zip(plan.drawing, forced, strict=True)],
+            rooms=[row.max_draft_depth(chain) for row, chain in zip(plan.drawing, forced, strict=True)],
             num_prompt_tokens=plan.num_prompt_tokens,
             num_context=sum(len(row.sequence.tokens) for row in plan.drawing),
         )
@@ -239,10 +239,8 @@ class Engine:
 
     def sanitized(self, tree: DraftTree, plan: RoundPlan, bare: DraftTree, budgets: Seq[Budget]) -> DraftTree:
         """The valid part of the drafter's tree: it starts at this round's roots and is within its budgets."""
-        if tree.sound:
-            roots = tree.tokens[:, 0]
-        else:
-            roots = bare.tokens[:, 0] if tree.tokens.is_cpu else plan.draws.roots_tokens
+        has_roots = tree.sound or tree.tokens.is_cpu
+        roots = (tree if tree.sound else bare).tokens[:, 0] if has_roots else plan.draws.roots_tokens
         safe = sanitize(tree, roots, budgets, self.runner.vocab_size, self.kernels)
         if safe.depth == 0 and not (self.malformed or well_formed(tree, roots)):
             self.malformed = True
@@ -399,13 +397,3 @@ class Engine:
         if self.drafter is not None:
             log.warning("Drafting is switched off: the drafter %s failed.", self.drafter_name, exc_info=error)
         self.drafter, self.controller, self.drafter_paused = None, FixedDepth(), False
-
-
-def max_draft_depth(row: RowPlan, forced: Seq[int]) -> int:
-    """The largest useful draft depth of a row: one less than its remaining tokens, since a round adds one token more.
-
-    0 during prefill, with forced tokens, and if the grammar's masks take too long to verify draft tokens.
-    """
-    sequence = row.sequence
-    slow = sequence.constraint is not None and sequence.constraint.slow
-    return 0 if row.num_chunk or forced or slow else sequence.room - 1

@@ -39,6 +39,15 @@ class RowPlan(NamedTuple):
         """Number of tokens that are certain to be read: the chunk and the root, without draft tokens."""
         return self.num_chunk + self.draws
 
+    def max_draft_depth(self, forced: Seq[int]) -> int:
+        """The largest useful draft depth: one less than the remaining tokens, since a round adds one token more.
+
+        0 during prefill, with forced tokens, and if the grammar's masks take too long to verify draft tokens.
+        """
+        constraint = self.sequence.constraint
+        slow = constraint is not None and constraint.slow
+        return 0 if self.num_chunk or forced or slow else self.sequence.room - 1
+
 
 @dataclass(slots=True)
 class ChunkSize:
