@@ -85,8 +85,8 @@ def test_a_fused_sum_is_rounded_once(more: int, less: int, addend: int, shift: i
     # The product is near half the distance of numbers around `c`, so the sum is near the middle of two of them.
     a, b, c = (2**23 + more) / 2**23, (2**23 - less) / 2**23 * 2.0**shift, addend * 2.0 ** (shift + 1)
     exact = Fraction(a) * Fraction(b) + Fraction(c)
-    found = fused(*(torch.tensor([each], dtype=torch.float32) for each in (a, b, c)))
-    distance = abs(Fraction(found.item()) - exact)
+    total = fused(*(torch.tensor([each], dtype=torch.float32) for each in (a, b, c)))
+    distance = abs(Fraction(total.item()) - exact)
     for towards in (-torch.inf, torch.inf):
-        further = abs(Fraction(torch.nextafter(found, torch.tensor([towards])).item()) - exact)
-        assert distance < further or (distance == further and found.view(torch.int32).item() % 2 == 0)
+        further = abs(Fraction(torch.nextafter(total, torch.tensor([towards])).item()) - exact)
+        assert distance < further or (distance == further and total.view(torch.int32).item() % 2 == 0)

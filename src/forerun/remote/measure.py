@@ -153,7 +153,15 @@ class ServerPlan:
         """The traffic plan for this number of clients."""
         load = ServerLoad("concurrency", float(clients))
         number = max(self.num_requests, LEAST_BLOCK * clients)
-        return TrafficPlan((load,), (), number, self.repeats, self.max_tokens, self.temperature, self.seed)
+        return TrafficPlan(
+            (load,),
+            (),
+            num_requests=number,
+            repeats=self.repeats,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
 
 
 @dataclass(slots=True)
