@@ -1,12 +1,14 @@
 """Which positions count and how much, by brute force; drafts deeper than the predictions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from forerun.heads.student import Predictions, Student, TargetText, TextBatch
-from forerun.train.objective import SMOOTH, Objective, d_pace, deepened, gathered
+from forerun.train.objective import LOSSES, SMOOTH, TUNED_WEIGHT, Objective, confidence_loss, d_pace, deepened, gathered
 from forerun.train.settings import TrainSettings
 
 VOCAB, HIDDEN = 11, 4
@@ -68,6 +70,76 @@ def test_each_depth_is_compared_with_the_distribution_and_token_that_follow(voca
     assert float(loss) == pytest.approx(total / weight, rel=1e-5)
     assert figures.overlap == pytest.approx(sum(overlaps) / len(overlaps), rel=1e-5)
     assert figures.num_places == len(overlaps)
+    assert figures.weight == pytest.approx(weight)
+
+
+class Extended(Fixed):
+    """With further losses, confidence estimates and a tuned target."""
+
+    @override
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        generator, shape = torch.Generator().manual_seed(8), batch.roots.shape
+        confidence = [torch.randn(shape, generator=generator) for _ in range(2)]
+        more, tuned = {"a": torch.tensor(0.25), "b": torch.tensor(0.5)}, torch.randn(*shape, VOCAB, generator=generator)
+        return replace(super().predict(batch, dice), more=more, confidence=confidence, target=tuned)
+
+
+def test_further_losses_confidence_and_the_distance_of_a_tuned_target_are_added_by_brute_force() -> None:
+    settings = TrainSettings(steps=1, decay=0.5, temperature=0.7)
+    objective = Objective(settings, lambda states: states @ HEAD.T, VOCAB)
+    student = Extended(values={}, dtype=torch.float32, weights={}, depth_weights=(1.0, 0.8))
+    texts = [text_of(3, 8, 1), text_of(2, 5, 2)]
+    batch = TextBatch.of(texts)
+    predictions = student.predict(batch, None)
+    assert predictions.target is not None
+    laws = list(objective.depths(student, predictions, batch))
+    entropies, distances, terms, weights = [], [], [], []
+    for b, text in enumerate(texts):
+        for root in text.roots:
+            old, new = ((x / 0.7).log_softmax(-1) for x in (text.last[root] @ HEAD.T, predictions.target[b, root - 1]))
+            distances.append(float((old.exp() * (old - new)).sum()))
+            entropies.append(-float((old.exp() * old).sum()))
+            for d, weight in enumerate((1.0, 0.4)):
+                if root + d in text.roots:
+                    overlap, guess = (
+                        float(laws[d].laws.overlap[b * 6 + root - 1]),
+                        predictions.confidence[d][b, root - 1],
+                    )
+                    log_yes, log_no = float(guess.sigmoid().log()), float((-guess).sigmoid().log())
+                    terms.append(weight * (float(LOSSES["kl"](laws[d].laws, laws[d].counted)[b * 6 + root - 1])))
+                    terms.append(-weight * (overlap * log_yes + (1 - overlap) * log_no))
+                    weights.append(weight)
+    found = objective.tuned_distance(batch, predictions.target)
+    expected = sum(distances) / len(distances)
+    assert [float(each) for each in found] == pytest.approx([expected, sum(entropies) / len(entropies)], rel=1e-5)
+    loss, _ = objective.loss(student, batch, torch.Generator(), "kl")
+    assert float(loss) == pytest.approx(sum(terms) / sum(weights) + 0.75 + TUNED_WEIGHT * expected, rel=1e-5)
+    tracked = [replace(each, laws=replace(each.laws, log_q=each.laws.log_q.requires_grad_())) for each in laws]
+    assert not confidence_loss(predictions.confidence, tracked, objective.weights(student, laws)).requires_grad
+
+
+@pytest.mark.parametrize(("asked", "most", "depth"), [(4, None, 4), (4, 2, 2), (1, 2, 1)])
+def test_d_pace_looks_as_deep_as_drafts_in_evaluations(asked: int, most: int | None, depth: int) -> None:
+    """Beyond the predictions with the acceptance of later roots, whose prediction gets the weight."""
+    settings = TrainSettings(steps=1, place_weights="d-pace", draft_depth=asked)
+    objective = Objective(settings, lambda states: states @ HEAD.T, VOCAB)
+    student = Fixed(values={}, dtype=torch.float32, weights={}, depth_weights=(1.0, 1.0), most_depth=most)
+    assert objective.draft_depth(student) == depth
+    batch = TextBatch.of([text_of(2, 9, 3)])
+    laws = list(objective.depths(student, student.predict(batch, None), batch))
+    overlap = [each.laws.overlap.tolist() for each in laws]
+    expected = torch.zeros(2, 7)
+    for root in range(7):
+        chances, cells = [], []
+        for d in range(max(depth, 2)):
+            cell = min(d, 1), root + d - min(d, 1)
+            if root + d >= 7:
+                break
+            cells.append(cell)
+            chances.append((chances[-1] if d else 1.0) * ((1 - SMOOTH) * overlap[cell[0]][cell[1]] + SMOOTH))
+        for d, cell in enumerate(cells):
+            expected[cell] += sum(chances[d:])
+    assert torch.allclose(torch.cat(objective.weights(student, laws)), expected)
 
 
 def test_unused_ids_have_no_probability_in_either_distribution() -> None:

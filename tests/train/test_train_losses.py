@@ -72,6 +72,9 @@ def test_lk_lambda_has_the_gradient_of_its_parts_at_the_share_of_the_moment() ->
     (parts,) = torch.autograd.grad((share * laws.kl + (1 - share) * (1 - laws.overlap)).mean(), student)
     (found,) = torch.autograd.grad(loss_of("lk-lambda", laws_of(TARGET, student)), student)
     assert torch.allclose(found, parts)
+    alone, both = laws_of(TARGET[:1], -TARGET[:1]), laws_of(TARGET, -TARGET)
+    kept = LOSSES["lk-lambda"](both, torch.tensor([True, False]))[:1]
+    assert torch.equal(kept, LOSSES["lk-lambda"](alone, torch.tensor([True]))), "rows that do not count change nothing"
 
 
 def test_in_a_part_of_the_vocabulary_overlaps_use_the_distribution_as_it_is_and_kl_normalises_it() -> None:

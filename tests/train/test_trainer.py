@@ -1,8 +1,8 @@
 """The training loop, for any kind: the loss it reaches, its number format, and that it resumes to the same weights."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +17,13 @@ from typing_extensions import override
 from forerun.heads.fresh import TargetTables
 from forerun.heads.mtp.student import MtpStudent
 from forerun.heads.sizes import StudentSizes
-from forerun.heads.student import Predictions, Student, TextBatch
+from forerun.heads.student import Predictions, Student, TargetText, TextBatch
 from forerun.models.loading import Blueprint
 from forerun.store import Journal
 from forerun.train.answers import AnswerSource
 from forerun.train.held_out import HeldOutFigures, judge_held_out
 from forerun.train.kinds import make_student
-from forerun.train.objective import confidence_loss
+from forerun.train.objective import StepFigures, confidence_loss
 from forerun.train.settings import TrainSettings
 from forerun.train.state import TrainFolder
 from forerun.train.trainer import Trainer
@@ -121,14 +121,91 @@ def test_seconds_are_those_of_all_steps_and_patience_counts_evaluations_in_a_row
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr("forerun.train.trainer.time", clock)
     assert trainer.run().seconds == 3
-    source.llm.close()
     trainer.state.stopped, stopped = "", []
-    for overlap in (0.5, 0.4, 0.6, 0.5, 0.5):
-        figures = HeldOutFigures(overlap, (0.5,), (1.5,))
+    for number, (overlap, rise) in enumerate([(0.5, 0.0), (0.4, 0.0), (0.6, 0.0), (0.9, 0.02), (0.5, 0.0)]):
+        figures = HeldOutFigures(overlap, (0.5,), (1.5,), rise)  # a tuned target must not get worse by 2 %
         monkeypatch.setattr("forerun.train.trainer.judge_held_out", lambda *_, figures=figures: figures)
+        trainer.set_weights({name: torch.full_like(each, number) for name, each in student.weights.items()})
         trainer.evaluate()
         stopped.append(bool(trainer.state.stopped))
     assert stopped == [False, False, False, False, True]
+    assert all(bool((each == 2).all()) for each in trainer.state.best.values())
+    source.settings = replace(settings, steps=4)
+    longer = trainer_in(tmp_path / "out", student, source)
+    source.llm.close()
+    assert not longer.state.stopped
+    longer.evaluate()
+    assert not longer.state.stopped, "more steps get the whole patience"
+
+
+def first_tokens(text: TargetText, count: int) -> TargetText:
+    return replace(text, tokens=text.tokens[:count], taps=text.taps[: count - 1], last=text.last[: count - 1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BareHeads(TwoHeads):
+    """Without a further loss, which is a mean over all positions, padding included."""
+
+    @override
+    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+        return replace(super().predict(batch, dice), more={})
+
+
+@pytest.mark.parametrize("place_weights", ["decay", "d-pace"])
+def test_loss_and_gradients_of_a_step_do_not_depend_on_the_parts_it_is_split_into(
+    place_weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With answers of different lengths, so that weights, roots and answers have different shares."""
+    settings = TrainSettings(
+        steps=1, batch=3, max_tokens=16, draft_depth=3, held_out=1, place_weights=place_weights, loss="kl"
+    )
+    student = BareHeads.fresh()
+    source = source_for(student, settings, tmp_path)
+    trainer = trainer_in(tmp_path / "out", student, source)
+    lengths = zip(source.of_step(0, no_report), (1, 3, 16), strict=True)
+    texts = [first_tokens(text, text.num_prompt + length) for text, length in lengths]
+    monkeypatch.setattr(source, "of_step", lambda *_: texts)
+    gradients, figures = list[Tensor](), []
+
+    def keep(weights: Iterable[Tensor], *_: object) -> None:
+        gradients.append(torch.cat([each.grad.flatten() for each in weights if each.grad is not None]))
+        for each in student.weights.values():
+            each.grad = None
+
+    monkeypatch.setattr("forerun.train.trainer.step_optimizers", keep)
+    for most in (1 << 25, 1):
+        monkeypatch.setattr("forerun.train.trainer.MOST_LOGITS", most)
+        figures.append(astuple(trainer.step()))
+    source.llm.close()
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-4
+
+
+def test_each_step_has_its_own_roots_loss_depth_and_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TrainSettings(
+        steps=4, batch=1, max_tokens=4, held_out=1, whole=True, first_share=0.5, kl_share=0.25, loss="tv"
+    )
+    student = TwoHeads.fresh()
+    source = source_for(student, settings, tmp_path)
+    trainer = trainer_in(tmp_path / "out", student, source)
+    source.llm.close()
+    seen, rates, short = list[tuple[object, ...]](), list[float](), replace(student)
+    monkeypatch.setattr(TwoHeads, "at_depth_1", lambda _: short)
+    monkeypatch.setattr("forerun.train.trainer.step_optimizers", lambda *more: rates.append(more[-1]))
+
+    def loss(by: Student, batch: TextBatch, dice: torch.Generator, name: str) -> tuple[Tensor, StepFigures]:
+        seen.append((dice.initial_seed(), by is short, batch.first_root, name))
+        return student.weights["heads.0.weight"].sum(), StepFigures(1.0, 1.0, 1, 1.0)
+
+    trainer.objective = SimpleNamespace(loss=loss, num_ids=512)  # type: ignore[assignment]
+    monkeypatch.setattr(source, "of_step", lambda *_: trainer.held_out)
+    for step in (0, 1, 2, 3, 1):
+        trainer.state.step = step
+        trainer.step()
+    assert seen[4] == seen[1]
+    assert len({seed for seed, *_ in seen}) == 4
+    assert [rest for _, *rest in seen[:4]] == [[True, 0, "kl"], [True, 0, "tv"], [False, 0, "tv"], [False, 0, "tv"]]
+    assert rates == [1.0, 0.75, 0.5, 0.25, 0.75]
 
 
 class Stopped(Exception):

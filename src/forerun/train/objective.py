@@ -116,11 +116,15 @@ class DepthLaws:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """The figures of a step: the loss, the mean overlap of the counted positions, and their number."""
+    """The figures of a step: the loss, and the mean overlap of the counted positions at depth 1.
+
+    `num_places`: their number; `weight`: the sum of the weights of all depths, of which the loss is the mean.
+    """
 
     loss: float
     overlap: float
     num_places: int
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class Objective:
             loss = loss + confidence_loss(predictions.confidence, depths, weights) / total
         first = depths[0]
         overlap = first.laws.overlap.detach()[first.counted.flatten()]
-        return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap))
+        return loss, StepFigures(float(loss.detach()), float(overlap.mean()), len(overlap), float(total))
 
     def weights(self, student: Student, depths: Sequence[DepthLaws]) -> list[Float[Tensor, "batch roots"]]:
         """The weight of each root at each depth; 0 outside the answer."""

@@ -147,8 +147,7 @@ class Trainer:
         texts = [text.with_prompt_roots for text in texts] if settings.whole else texts
         student = self.student.at_depth_1() if share < settings.first_share else self.student
         dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
-        weighted = []
-        (num_places,) = self.team.sums([float(sum(len(text.roots) for text in texts))])
+        parts = []
         for part in self.parts(texts):
             batch, name = TextBatch.of(part), settings.loss_at(share)
             with torch.autocast(batch.last.device.type, torch.bfloat16, enabled=settings.bfloat16):
@@ -158,13 +157,18 @@ class Trainer:
                     f"the loss of step {step + 1} is {figures.loss}: train again with a lower --rate than "
                     f"{settings.rate:g}; the best weights so far are in {self.folder.folder}"
                 )
-            part_share = sum(len(text.roots) for text in part) / num_places
-            (loss * part_share).backward()
-            weighted.append((part_share, figures))
+            (loss * figures.weight).backward()  # the mean over all parts follows from the sums
+            parts.append(figures)
         self.team.add_gradients(self.student.weights.values())
+        sums = [(f.weight, f.weight * f.loss, f.num_places, f.num_places * f.overlap) for f in parts]
+        weight, loss_sum, num_places, overlap_sum = self.team.sums(
+            [float(sum(each)) for each in zip(*sums, strict=True)]
+        )
+        for tensor in self.student.weights.values():
+            if tensor.grad is not None:
+                tensor.grad /= weight
         step_optimizers(self.student.weights.values(), self.optimizers, settings.rate_at(step, share))
-        sums = self.team.sums([sum(s * f.loss for s, f in weighted), sum(s * f.overlap for s, f in weighted)])
-        return StepFigures(sums[0], sums[1], int(num_places))
+        return StepFigures(loss_sum / weight, overlap_sum / num_places, int(num_places), weight)
 
     def parts(self, texts: Sequence[TargetText]) -> list[Sequence[TargetText]]:
         """Split answers into parts of at most MOST_LOGITS logits, but at least one answer each."""
