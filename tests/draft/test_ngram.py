@@ -4,7 +4,6 @@ import math
 import sys
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,17 +38,17 @@ def chains_of(
     return [[t for t in row if t >= 0] for row in tree.tokens[:, 1:].tolist()]
 
 
-@given(text=LETTERS, lengths=LENGTHS, depth=st.integers(1, 9), seed=st.integers(0, 99))
+@given(text=LETTERS, lengths=LENGTHS, depth=st.integers(1, 9), nodes=st.integers(1, 12), seed=st.integers(0, 99))
 @settings(max_examples=200, deadline=None)
 def test_it_copies_from_the_latest_place_of_the_longest_suffix(
-    text: list[int], lengths: tuple[int, int], depth: int, seed: int
+    text: list[int], lengths: tuple[int, int], depth: int, nodes: int, seed: int
 ) -> None:
     min_n, max_n = lengths
     drafter, row = NgramDrafter(max_n, min_n), Row(5, text)
     for news in chunked([row], seed):
         drafter.observe(news)
-    expected = brute_force(text, min_n, max_n, depth)
-    assert chains_of(drafter, [row], [Budget(depth)]) == [expected]
+    expected = brute_force(text, min_n, max_n, min(depth, nodes))
+    assert chains_of(drafter, [row], [Budget(depth, nodes=nodes)]) == [expected]
     assert drafter.outlook([5]).limit == [sys.maxsize if expected else 0]
 
 
@@ -101,12 +100,3 @@ def test_the_estimate_is_the_past_accuracy_of_matches_of_the_same_length(
         assert draft.survival[0].tolist() == pytest.approx([1.0, *worth])
         assert (draft.tree.tokens[0, 1:] >= 0).sum() == len(worth)
     assert drafter.propose(draws_of([row], VOCAB), [Budget(depth)]).survival is None
-
-
-def test_rows_have_their_own_budgets_and_unknown_rows_get_no_draft() -> None:
-    drafter = NgramDrafter()
-    rows = [Row(4, [5, 6, 5]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7])]
-    drafter.observe(committed([rows[2], rows[0]]))
-    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
-    assert tree.tokens.tolist() == [[5, 6, 5], [1, -1, -1], [7, -1, -1]]
-    assert tree.tokens.dtype == torch.long

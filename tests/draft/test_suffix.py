@@ -159,21 +159,6 @@ def test_the_estimate_is_the_survival_of_the_likeliest_chain(
         assert list(one.items()) == list(oracle(text, past, budget, depth, known).items())
 
 
-def test_a_past_answer_drafts_for_its_tenant_only() -> None:
-    drafter = SuffixDrafter()
-    known = [0, 1, 2, 3, 10, 11, 12, 13, 14, 15]
-    text = [9, 8, *known, 4, 5, 6]
-    drafter.observe(committed([Row(0, text, "a", num_prompt=2)]))
-    for tenant, expected in (("a", []), ("b", []), ("", [])):
-        assert chain_of(drafter, Row(1, [7, *known], tenant)) == expected  # not yet: the answer is unfinished
-        drafter.forget([1])
-    drafter.forget([0])
-    for tenant, expected in (("a", [4, 5, 6]), ("b", []), ("", [])):
-        assert chain_of(drafter, Row(2, [7, *known], tenant)) == expected
-        assert chain_of(drafter, Row(3, [9, 8], tenant)) == []  # a prompt is not a past answer
-        drafter.forget([2, 3])
-
-
 def chain_of(drafter: SuffixDrafter, row: Row) -> list[int]:
     """The draft of a sequence whose text is observed at once."""
     drafter.observe(committed([row]))
@@ -265,15 +250,3 @@ def test_the_work_of_a_round_does_not_grow_with_the_text_and_past_answers(
                 counts.clear()
                 drafter.propose(draws_of([row], VOCAB), [budget])
                 assert counts["after"] <= budget.nodes * each * (budget.width > 1)  # a chain is the estimated one
-
-
-def test_rows_have_their_own_budgets_and_unknown_sequences_get_no_draft() -> None:
-    drafter = SuffixDrafter()
-    rows = [Row(4, [5, 6, 5, 6, 5, 6]), Row(8, [1, 1, 1]), Row(3, [7, 7, 7, 7])]
-    drafter.observe(committed([rows[2], rows[0]]))
-    tree = drafter.propose(draws_of(rows, VOCAB), [Budget(4, nodes=2), Budget(3), Budget(0)]).tree
-    assert tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, -1, -1]]
-    branching = drafter.propose(draws_of(rows, VOCAB), [Budget(2, 2, 4), Budget(3), Budget(1)])
-    assert branching.tree.tokens.tolist() == [[6, 5, 6], [1, -1, -1], [7, 7, -1]]
-    assert branching.tree.depth == 2
-    assert [len(row.survival) for row in branching.tree.host()] == [3, 1, 2]

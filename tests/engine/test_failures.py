@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -518,27 +518,6 @@ def test_a_step_returns_the_tokens_of_its_round_although_the_drafter_raised_afte
         deltas += llm.engine.step()
     assert llm.engine.recovery.strikes == 1
     assert [token for delta in deltas for token in delta.token_ids] == sequence.tokens[sequence.num_prompt :]
-
-
-@pytest.mark.short("ngram")
-@pytest.mark.parametrize("draft", ["ngram", f"model:{SMALL}"])
-def test_code_that_raises_on_wrong_draft_tokens_only_does_not_fail_its_request(draft: str) -> None:
-    """Plain decoding would not have called it with these."""
-    params = params_with(0, max_tokens=20, temperature=1.5)
-    llm = LLM(str(TARGET), draft, dtype="float32", speculation=4, kernels="torch")
-    (expected,) = llm.generate([PROMPTS[0]], params, speculation=False)
-    text, wrong = (*expected.prompt_token_ids, *expected.outputs[0].token_ids), list[Sequence[int]]()
-
-    def strict(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        if tuple(tokens) != text[: len(tokens)]:
-            wrong.append(tokens)
-            raise Sabotage("a token that is not in the answer")
-        return logits
-
-    (found,) = llm.generate([PROMPTS[0]], replace(params, logits_processors=[strict]))
-    assert exact_parts(found) == exact_parts(expected)
-    assert wrong
-    assert_empty(llm)
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])

@@ -136,7 +136,7 @@ def test_drafts_are_clean_and_depend_on_the_committed_text_alone(
         observe(drafter, news)
     for _ in range(4):
         rows = [Row(s, list(texts[s])) for s in rng.sample(sorted(texts), rng.randint(1, batch))]
-        budgets = [Budget(rng.randint(0, 5), width, rng.randint(5, 12), any_member(drafter, rng)) for _ in rows]
+        budgets = [Budget(rng.randint(0, 5), width, rng.randint(1, 12), any_member(drafter, rng)) for _ in rows]
         draft = asked(drafter, rows, budgets, mode)
         assert_clean(draft, rows, budgets)
         assert_same(draft, asked(observed_at_once(make, rows), rows, budgets, mode))

@@ -73,16 +73,6 @@ def test_past_answers_draft_for_their_own_tenant_only(temperature: float) -> Non
     assert spent(llm, PROMPTS[0], params, "b")[1] < fresh[1] / 2
 
 
-def test_drafts_do_not_depend_on_other_tenants_traffic() -> None:
-    """The same requests of one tenant, alone and between those of others."""
-    dice, alone, crowd = random.Random(0), suffix(), suffix()
-    for _ in range(6):
-        prompt, params = dice.choice(PROMPTS), params_with(dice.randrange(2), temperature=dice.choice([0.0, 0.7]))
-        for _ in range(2):
-            spent(crowd, dice.choice(PROMPTS), params_with(dice.randrange(2)), dice.choice(["b", "c"]))
-        assert spent(crowd, prompt, params, "a") == spent(alone, prompt, params, "a")
-
-
 @pytest.mark.parametrize("speculation", [False, Speculation(5), Speculation(4, 3, 9)])
 def test_an_answer_is_stored_in_full_however_it_ended(speculation: bool | Speculation) -> None:
     """By its limit, a stop string or a stop id inside an accepted run; undrafted answers too."""

@@ -4,7 +4,7 @@ Each law is a function of the operations under test; references follow the defin
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -301,22 +301,28 @@ def by_each_expert(mlp: Mlp, x: Tensor, logits: Tensor, dense: Tensor | None) ->
     return torch.stack(rows)
 
 
-EXPERTS = [  # how many, how many of them a row takes, whether their weights add up to 1, whether one has a gate, clamp
-    (4, 2, True, False, None),
-    (7, 3, False, True, None),
-    (32, 5, False, False, None),
-    (8, 1, True, True, Clamp(1.7, 0.5)),
-]
+EXPERTS = {  # how many, how many of them a row takes, whether their weights add up to 1, whether one has a gate, clamp
+    "normalised": (4, 2, True, False, None),
+    "shared": (7, 3, False, True, None),
+    "many": (32, 5, False, False, None),
+    "clamped": (8, 1, True, True, Clamp(1.7, 0.5)),
+}
 
 
 def check_experts(
-    ops: Ops, device: str, dtype: torch.dtype, tolerance: float, quantize: Quantization | None = None
+    ops: Ops,
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    quantize: Quantization | None = None,
+    kinds: Iterable[str] = EXPERTS,
 ) -> None:
     """What experts add is the definition in float64 for any choice, and a row has the same bits alone; experts count.
 
     Results of products are rounded twice on the way.
     """
-    for seed, (count, active, normalised, gated, clamp) in enumerate(EXPERTS):
+    for seed, kind in enumerate(kinds):
+        count, active, normalised, gated, clamp = EXPERTS[kind]
         form = GatedMlp(nothing, nothing, clamp)
         mlp = random_experts(seed, device, dtype, count, active, normalised, gated, form, quantize)
         noise, outputs = torch.Generator().manual_seed(seed), count + gated

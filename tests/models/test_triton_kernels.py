@@ -38,6 +38,7 @@ from kit.interpreted import products  # noqa: F401 (a fixture)
 from kit.quantized_folders import write_mxfp4
 from kit.sparse import write_sparse
 from models.kernel_laws import (
+    EXPERTS,
     check_activations,
     check_attention,
     check_experts,
@@ -107,7 +108,7 @@ def test_the_check_of_independent_rows_can_fail(ops: TritonOps) -> None:
             return out + 1e-7 * out[:1]
 
     with pytest.raises(AssertionError, match="row"):
-        check_rows_are_independent(Sociable(ops.kernels), random_case(0, **SHAPES[0]))
+        check_rows_are_independent(Sociable(ops.kernels), random_case(0, lengths=(0, 5), most_nodes=3))
 
 
 @pytest.mark.short("1-dtype1")
@@ -117,14 +118,15 @@ def test_attention_over_long_reads_has_the_bits_of_single_rows(ops: TritonOps, s
     check_runs_have_the_bits_of_splits(ops, random_case(seed, dtype=dtype, **shape))
 
 
-@pytest.mark.short("None-dtype0-1e-05")
+@pytest.mark.short("None-dtype0-1e-05-normalised", "None-dtype0-1e-05-shared", "None-dtype0-1e-05-clamped")
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # of unused pairs
+@pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])  # it cuts, not rounds
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_experts_follow_their_definition_and_rows_are_independent(
-    ops: TritonOps, quantize: Quantization | None, dtype: torch.dtype, tolerance: float
+    ops: TritonOps, quantize: Quantization | None, dtype: torch.dtype, tolerance: float, kind: str
 ) -> None:
-    check_experts(ops, "cpu", dtype, tolerance, quantize)
+    check_experts(ops, "cpu", dtype, tolerance, quantize, [kind])
 
 
 @pytest.mark.full

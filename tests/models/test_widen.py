@@ -5,7 +5,6 @@ caught by the check before writing and leave no files.
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -58,12 +57,12 @@ WAYS: dict[str, Grow] = {
 }
 
 
-@torch.inference_mode()
 def made_in(folder: Path) -> list[str]:
     """The names there, but for those of locks."""
     return [path.name for path in folder.iterdir() if path.suffix != ".lock"]
 
 
+@torch.inference_mode()
 def transformers_logits(folder: Path) -> Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="auto").eval()
     logits: Tensor = model(TOKENS[None]).logits[0].float()
@@ -384,10 +383,13 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         InvalidRequest, match=r"^cache: .*file/forerun/widened/.* cannot be written .*set XDG_CACHE_HOME"
     ):
         cached_widened(str(SMALL), Wider(128, 6))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10**6))
     with pytest.raises(InvalidRequest, match=r"^cache: .*0\.0 GB are free: set XDG_CACHE_HOME"):
-        cached_widened(str(SMALL), Wider(128, 6))
+        cached_widened(str(SMALL), Wider(256, 6))
+    with pytest.raises(InvalidRequest, match=r"out: .* are needed there, 0\.0 GB are free: choose another"):
+        widen(str(SMALL), tmp_path / "wide", Wider(256, 6))
+    assert not (tmp_path / "wide").exists(), "nothing is written before"
     monkeypatch.setattr(module, "cache_folder", lambda kind: (_ for _ in ()).throw(OSError("no home: set HOME")))
     with pytest.raises(InvalidRequest, match="cache: no home: set HOME"):
         cached_widened(str(SMALL), Wider(128, 6))
@@ -406,16 +408,6 @@ def test_shards_have_the_requested_size_and_progress_is_reported(
         assert fractions == sorted(fractions), stage
         assert 0 < fractions[0] <= fractions[-1] == 1.0, stage
     assert len({what for what, _ in progress}) == 3
-
-
-def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        free = 10**6
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
-    with pytest.raises(InvalidRequest, match=r"out: .* are needed there, 0\.0 GB are free: choose another"):
-        widen(str(SMALL), tmp_path / "wide", Wider(256, 6))
-    assert not made_in(tmp_path)
 
 
 def files_of(folder: Path) -> set[str]:
