@@ -65,6 +65,8 @@ def test_gauges_of_several_engines_are_a_mean_and_no_sum() -> None:
         for rank, calls, tokens in engines
     )
     assert counts_of(text, "sglang:") == SpeculationCounts(num_rounds=60.0, accept_length=2.5, depth=3.0)
+    earlier = SpeculationCounts(num_rounds=20.0, accept_length=2.0, depth=3.0)
+    assert counts_of(text, "sglang:").since(earlier) == replace(earlier, num_rounds=40.0, accept_length=2.5)
     assert counts_of("sglang:spec_accept_length 0\n", "sglang:").accept_length == 0
 
 
@@ -133,6 +135,19 @@ def test_counts_in_answers_are_used_where_metrics_have_none() -> None:
     assert acceptance.tokens_per_round == 10 / 6
     assert acceptance.acceptance_rate == 4 / 12
     assert acceptance.reached is None
+
+
+def test_rounds_without_drafts_have_a_token_each_and_the_others_share_the_accepted_ones() -> None:
+    none = acceptance_of(SpeculationCounts(num_drafted=0.0, num_rounds=10.0), 10)
+    assert none is not None
+    assert none.tokens_per_round == 1
+    assert acceptance_of(SpeculationCounts(num_drafted=0.0), 10) is None
+    half = acceptance_of(SpeculationCounts(num_drafts=50.0, num_drafted=150.0, num_accepted=60.0), 160)
+    assert half is not None
+    assert (half.covered, half.tokens_per_round, half.full_depth) == (0.5, 1.6, 3)
+    assert sum(half.reached or ()) == pytest.approx(60 / 50)
+    assert replace(half, reached=(0.5, 0.6, 0.0)).at_depth == [0.5, 1.0, 0.0]  # read while a round was counted
+    assert replace(half, reached=(0.5, 0.0, 0.0)).full_depth == 3
 
 
 def test_an_even_chain_has_the_tokens_that_were_counted() -> None:

@@ -13,6 +13,7 @@ from forerun.bench.material import Passage
 from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import AT_ONCE, AnswerClient, RemoteAnswer, TokenChance, answer_of
 from forerun.remote.counters import SpeculationCounts
+from forerun.remote.dialects import dialect_of
 from forerun.remote.equality import (
     NEAR_TIE,
     AnswerPlace,
@@ -24,6 +25,8 @@ from forerun.remote.equality import (
     largest_drift,
     token_at,
 )
+from forerun.remote.time_limit import NO_LIMIT, TimeLimit
+from forerun.traffic.plan import SpeculationMode
 
 NEAR, FAR = {" a": -0.7, " b": -0.8, " c": -3.0}, {" a": -0.1, " b": -3.0, " c": -5.0}
 HERE = AnswerPlace(0, 1, None)
@@ -124,6 +127,9 @@ def test_drift_is_that_of_the_shared_beginning() -> None:
     one = RemoteAnswer(" a b", (TokenChance(" a", {" a": -0.5}), TokenChance(" b", {" b": -0.5})), False)
     other = RemoteAnswer(" a c", (TokenChance(" a", {" a": -0.4}), TokenChance(" c", {" c": -9.0})), False)
     assert largest_drift([one], [other]) == pytest.approx(0.1)
+    far, near = (TokenChance(" d", {" d": value}) for value in (-9.0, -0.1))
+    behind = [RemoteAnswer(each.text, (*each.tokens, last), False) for each, last in ((one, far), (other, near))]
+    assert largest_drift(behind[:1], behind[1:]) == pytest.approx(0.1), "after a difference contexts are others"
     assert largest_drift([answer(" a", named=False)], [answer(" a", named=False)]) is None
 
 
@@ -155,6 +161,41 @@ def compared(plain: FixedAnswers, speculating: FixedAnswers) -> TextEquality:
     """The comparison of two servers after one prompt."""
     workload = ProofWorkload(num_prompts=1)
     return asyncio.run(compare_texts(speculating, plain, [Passage("x", "")], workload, lambda *_: None))
+
+
+class LateAnswers(FixedAnswers):
+    """Answers one request fewer each time, in no time; records the times that it was given."""
+
+    times: list[float]
+
+    @override
+    async def ask(self, prompts: Sequence[Passage], *more: Any, limit: TimeLimit = NO_LIMIT) -> list[RemoteAnswer]:
+        self.times.append(limit.left_s)
+        return (await super().ask(prompts, *more))[: 9 - len(self.times)]
+
+
+def test_each_part_gets_an_equal_share_of_the_remaining_time_and_only_common_prompts_are_compared() -> None:
+    one = answer(" a", likely=NEAR)
+    server, plain = LateAnswers(one, one), LateAnswers(one, one)
+    server.times = plain.times = times = list[float]()
+    workload = ProofWorkload(num_prompts=8)
+    prompts = [Passage(str(i), "") for i in range(8)]
+    found = asyncio.run(compare_texts(server, plain, prompts, workload, lambda *_: None, TimeLimit.of(1200.0)))
+    assert times == pytest.approx([300, 400, 600, 1200], rel=0.02)
+    assert (found.num_asked, found.num_prompts, found.num_answers) == (8, 5, 10)
+
+
+def test_answers_at_the_time_limit_are_those_before_the_first_missing_one() -> None:
+    async def complete(body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(60.0 * (body["prompt"] == "1"))
+        return {"choices": [{"text": body["prompt"]}]}
+
+    client = SimpleNamespace(address=SimpleNamespace(chat=False), complete=complete)
+    server: Any = SimpleNamespace(client=client, dialect=dialect_of("", None), model=SimpleNamespace(name="m"))
+    asked = AnswerClient(server, SpeculationMode())
+    prompts = [Passage(str(i), "") for i in range(4)]
+    answers = asyncio.run(asked.ask(prompts, range(4), 0.0, 8, 4, 0, lambda *_: None, limit=TimeLimit.of(0.05)))
+    assert [each.text for each in answers] == ["0"]
 
 
 @pytest.mark.parametrize(("drift", "meaning"), [(0.05, "fault"), (0.2, "fault"), (0.5, "near tie")])

@@ -131,6 +131,7 @@ def test_ranges_cover_the_truth_at_the_stated_rate_and_no_depth_is_advised_that_
             inside[each.depth] = inside.get(each.depth, 0) + (each.low <= truth[each.depth] <= each.high)
         advice = advice_of(found) if len(depths) == 1 else None
         trial = advice and advice.trial
+        assert not (advice and advice.trial and advice.open_depth)
         misled += bool(trial and truth[trial.depth] < 1)
     chance = 3 * math.sqrt(asked * LIKELY * (1 - LIKELY))
     assert len(inside) == 2 * max(depths)
@@ -181,6 +182,8 @@ def test_the_line_through_costs_is_drawn_as_far_as_four_times_the_heaviest_load(
     assert predicted_slower_from([cell(n, 1 + (gives - 1) * n / 90) for n in (1, 4, 16)]) is None
     assert predicted_slower_from([cell(1, 1.5), cell(16, 1.5)]) is None
     assert predicted_slower_from([cell(1, 1.5), cell(16, 2 * gives)]) is None  # measured already
+    bent = [cell(1, 1.0), cell(8, 0.98 * gives), cell(16, 0.98 * gives)]
+    assert predicted_slower_from(bent) is None, "all measured loads are faster, also where the line is above them"
 
 
 def tuning(*cells: ServedCell) -> ServerTuning:
@@ -214,6 +217,15 @@ def test_only_depths_whose_lower_end_is_at_least_1_are_advised() -> None:
     assert (unsure.depth, unsure.clear) == (0, False)
 
 
+@pytest.mark.parametrize(("gain", "advised"), [(1.02, None), (1.04, 1)])
+def test_another_depth_is_advised_only_if_it_is_worth_the_change(gain: float, advised: int | None) -> None:
+    token_s = PLAIN_S * 1.5 / expected_tokens(RATES, DEPTH) / gain
+    blocks = [block("depth 1", 1, repetition, token_s, counts_of(1, RATES), "1") for repetition in (0, 1)]
+    advice = advice_of(cell_of(1, [*pair(1, 1.5), *pair(1, 1.5, 1), *blocks]))
+    assert advice is not None
+    assert advice.depth == advised
+
+
 def test_of_depths_that_requests_chose_the_fastest_is_advised() -> None:
     costs, blocks = {1: 1.1, 4: 2.4}, []
     for depth, cost in costs.items():
@@ -228,6 +240,7 @@ def test_of_depths_that_requests_chose_the_fastest_is_advised() -> None:
     assert (advice.depth, advice.clear) == (1, True)
     assert found.speed_up is not None
     assert found.by_depth[1].middle == pytest.approx(1.8 / 1.1)
+    assert found.speed_up.high == pytest.approx(expected_tokens(RATES, DEPTH) / 2.4), "that of the server's setting"
     assert '"speculation": 1' in str(replace(tuning(found), dialect=dialect_of("forerun", None)).as_object())
     assert tuning(found).as_object()["cells"][0]["advice"]["depth"] == 1
 

@@ -20,8 +20,12 @@ from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import AnswerClient, RemoteAnswer, TokenChance
 from forerun.remote.counters import SpeculationCounts
 from forerun.remote.dialects import dialect_of
+from forerun.remote.equality import Meaning, TextDifference, TextEquality
 from forerun.remote.law import (
+    BATCH_TEXTS,
     EXTRA_TOKENS,
+    TWICE_Z,
+    PairSampler,
     ServedLaw,
     TokenNumbers,
     cells_of,
@@ -30,6 +34,8 @@ from forerun.remote.law import (
     law_test,
     two_samples,
 )
+from forerun.remote.proof import ServerProof
+from forerun.remote.time_limit import TimeLimit
 from kit.standins import WORDS, Rule, ToyModel, draw, softmax, speculate
 
 MODEL, FIRST, DEPTH = ToyModel.random(3), 0, 3
@@ -187,6 +193,7 @@ def test_results_are_corrected_for_the_number_of_tests() -> None:
     found = law_test("x", texts(None, 800, 1), texts("exact", 800, 2))
     one, ten = corrected(found, 0.5, 1), corrected(found, 0.5, 10)
     assert 0 < one.smallest_bias < ten.smallest_bias < 1
+    assert one.smallest_bias == smallest_bias(found.freedom, found.num_texts, 1, TWICE_Z)
     counted = corrected(replace(found, exact=False), 0.5, 1)
     assert counted.smallest_bias == pytest.approx(math.sqrt(2) * smallest_bias(found.freedom, found.num_texts, 1))
 
@@ -254,3 +261,52 @@ def test_no_two_texts_are_drawn_with_one_seed() -> None:
         compare_laws(asked, asked, openings, ProofWorkload(num_texts=50, num_openings=2, seed=7), lambda *_: None)
     )
     assert len(asked.seeds) == len(set(asked.seeds)) == 200
+
+
+def test_an_incomplete_batch_is_discarded_on_both_sides() -> None:
+    """The texts that a server finishes first are shorter on average."""
+
+    class Late(DrawnAnswers):
+        @override
+        async def ask(self, prompts: Sequence[Passage], *more: Any, **by: Any) -> list[RemoteAnswer]:
+            texts = await super().ask(prompts, *more, **by)
+            return texts if len(self.seeds) <= BATCH_TEXTS else texts[:-1]
+
+    plain, late = (kind(tilted(0.0), None, np.random.default_rng(0)) for kind in (DrawnAnswers, Late))
+    sampler = PairSampler(plain, late, Passage("x", ""), 0, lambda _: None)
+    drawn = asyncio.run(sampler.draw(3 * BATCH_TEXTS, TimeLimit.of(60.0)))
+    assert [len(texts) for texts in drawn] == [BATCH_TEXTS] * 2
+
+
+LAW = ServedLaw("x", num_texts=100, num_asked=100, num_drafted=9.0, smallest_bias=0.1)
+EQUAL = TextEquality(8, 8, 16, 0, None, 0.25, 9.0, ())
+
+
+def proof_of(*laws: ServedLaw, differences: Sequence[Meaning] = ()) -> ServerProof:
+    """A proof with these results."""
+    found = tuple(TextDifference(0, 1, 0, "", "a", "b", 1.0, False, meaning) for meaning in differences)
+    return ServerProof("s", "p", "m", "e", 20, 300.0, replace(EQUAL, differences=found), laws)
+
+
+def test_only_what_was_tested_with_drafts_and_without_open_ends_is_proven() -> None:
+    assert proof_of(LAW).holds
+    assert len(proof_of(LAW).proven) == 2
+    assert "by 30% or more" in proof_of(LAW, replace(LAW, smallest_bias=0.3)).proven[1]
+    assert len(proof_of(LAW, replace(LAW, num_drafted=0.0)).proven) == 1
+    assert len(proof_of(LAW, differences=["near tie", "unsteady"]).proven) == 2
+    for meaning in ("undecided", "fault"):
+        found = proof_of(LAW, differences=["near tie", meaning])
+        assert (found.holds, len(found.proven)) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("control_p", "num_texts", "unconfirmed"),
+    [(None, 100, True), (0.5, 100, True), (1e-9, 100, False), (0.5, 200, False)],
+)
+def test_a_rejection_by_reported_probabilities_alone_leaves_the_law_open_until_it_was_repeated(
+    control_p: float | None, num_texts: int, unconfirmed: bool
+) -> None:
+    law = replace(LAW, control_p=control_p, law_p=1e-9, num_texts=num_texts)
+    found = proof_of(law)
+    assert law.doubtful
+    assert (law.unconfirmed, bool(found.parts_without_time), found.holds) == (unconfirmed, unconfirmed, not unconfirmed)

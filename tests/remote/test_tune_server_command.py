@@ -1,15 +1,22 @@
 """`forerun tune --server` from end to end, on stand-ins of other engines whose costs and acceptance are known."""
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
+from typing_extensions import override
 
 from forerun import cli, machine
 from forerun.machine import Neighbours
 from forerun.remote import measure
+from forerun.remote.counters import SpeculationCounts
+from forerun.traffic.figures import TrafficBlock
+from forerun.traffic.plan import SpeculationMode, TrafficPlan, TrafficTurn
 from kit.command import command, refusal
 from kit.round_clock import RoundClock
 from kit.standins import DialectName, StandIn, ToyModel
@@ -115,6 +122,57 @@ def test_with_a_time_limit_no_repetition_begins_that_may_not_end_in_time(clock: 
 
 
 @pytest.mark.full
+class Order(measure.ServerMeasurement):
+    """Notes the contenders of blocks, and runs none; a block of repetition 1 takes 10 s of the clock."""
+
+    @override
+    async def warm_up(self, contender: Any, traffic: TrafficPlan) -> None:
+        pass
+
+    @override
+    async def block(self, contender: Any, traffic: TrafficPlan, repetition: int) -> Any:
+        self.extra["clock"].now_s += 10.0
+        return repetition, contender.name, traffic.loads[0].value, traffic.num_requests
+
+
+def test_contenders_take_turns_to_be_first_and_loads_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200 s, the first load gets half, five repetitions of 20 s, and the second one the other half."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    plan = measure.ServerPlan((1, 16), num_requests=4, repeats=9, time_limit_s=200.0)
+    contenders: Any = [SimpleNamespace(name=name) for name in ("speculating", "plain")]
+    coroutine: Any = Order(contenders, plan, (), {"clock": clock}).run(lambda *_: None)
+    blocks: list[Any] = []
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        blocks = end.value
+    assert [(repetition, name) for repetition, name, *_ in blocks[:4]] == [
+        (0, "speculating"), (0, "plain"), (1, "plain"), (1, "speculating")
+    ]  # fmt: skip
+    assert Counter((load, number) for *_, load, number in blocks) == {(1, 4): 10, (16, 32): 10}
+
+
+def test_the_counts_of_a_block_are_those_since_it_began() -> None:
+    async def block(turn: TrafficTurn) -> TrafficBlock:
+        return TrafficBlock(turn, (), 1.0)
+
+    async def counts() -> SpeculationCounts:
+        return next(readings)
+
+    class Silent(measure.ServerMeasurement):
+        @override
+        def sender(self, *_: object) -> Any:
+            return SimpleNamespace(block=block)
+
+    readings = iter(SpeculationCounts(num_drafts=n, num_accepted=2 * n) for n in (5.0, 12.0))
+    server: Any = SimpleNamespace(is_local=False, counts=counts)
+    contender = measure.ServedContender("speculating", server, SpeculationMode())
+    plan = measure.ServerPlan()
+    found = asyncio.run(Silent([contender], plan, ()).block(contender, plan.traffic(1), 0))
+    assert found.counts == SpeculationCounts(num_drafts=7.0, num_accepted=14.0)
+
+
 def test_without_counters_the_speed_up_is_all_that_is_known(clock: RoundClock) -> None:
     found, _ = measured("vllm", clock, "--clients", "1", counted=False)
     (cell,) = found["cells"]
