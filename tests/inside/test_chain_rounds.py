@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.draft.base import Budget, Committed, Drafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.draft.text.suffix import SuffixDrafter
 from forerun.errors import ForerunError, InvalidRequest, UnknownDrafter
 from forerun.inside import chain_rounds
-from forerun.inside.chain_rounds import GREEDY, ChainRounds
+from forerun.inside.chain_rounds import GREEDY, UNKNOWN, ChainRounds, DraftedChain
 from forerun.inside.row_texts import PATIENCE, EngineRow, KnownText, RowTexts, extend
 from forerun.inside.vllm import Proposer, options_of
 from forerun.sampling.draws import Draws
 from forerun.sampling.tables import RowSampling
+from forerun.tree import HostTree
 from kit.checkpoints import TARGET
 
 VOCAB, LONGEST, DEPTH, MOST_ROWS = 40, 160, 4, 6
@@ -251,6 +253,48 @@ def test_equal_texts_are_distinguished_by_their_rows() -> None:
     followed, forgotten = texts.follow({0: EngineRow(longer, 2), 1: EngineRow(other, 1)})
     assert followed == [first, second]
     assert not forgotten
+
+
+def follow(texts: RowTexts, rows: dict[int, list[int]]) -> tuple[list[int], list[int]]:
+    """The ids of the texts of these rows, which are extended to them, and those of forgotten texts."""
+    ids = {number: np.array(row, np.int32) for number, row in rows.items()}
+    found, forgotten = texts.follow({number: EngineRow(row, 1) for number, row in ids.items()})
+    for text, row in zip(found, ids.values(), strict=True):
+        extend(text, row)
+    return [text.id for text in found], forgotten
+
+
+def test_an_absent_text_waits_for_its_row_for_some_steps_and_the_longest_one_is_continued() -> None:
+    texts = RowTexts(most_absent=2)
+    assert follow(texts, {0: [1], 1: [1, 2]}) == ([0, 1], [])
+    assert follow(texts, {}) == ([], [])
+    assert follow(texts, {5: [1, 2, 3]}) == ([1], [])
+    steps = [follow(texts, {5: [1, 2, 3]}) for _ in range(PATIENCE - 1)]
+    assert steps == [([1], [])] * (PATIENCE - 2) + [([1], [0])]
+    assert follow(texts, {0: [9], 1: [8], 5: [1, 2, 3], 7: [7]}) == ([2, 3, 1, 4], [])
+    assert follow(texts, {5: [1, 2, 3]}) == ([1], [2]), "the oldest beyond the most absent ones"
+
+
+def test_the_outcome_of_a_chain_has_its_judged_tokens_alone() -> None:
+    chain = DraftedChain((5, 6, 7), 1)
+    for gained, offered in ([9], 1), ([5, 9], 2), ([5, 6, 9], 3), ([5, 6, 7, 9], 3):
+        accepted = len(gained) - 1
+        assert chain.outcome(4, gained) == RowOutcome(4, 3, offered, accepted, len(gained), 1)
+    assert chain.outcome(4, None) == RowOutcome(4, 0, 0, 0, 0, UNKNOWN)
+
+
+def test_a_chain_ends_before_the_first_token_that_is_none_and_undrafted_rounds_have_no_times_of_drafters() -> None:
+    rounds, outcomes = ChainRounds(NgramDrafter(), DEPTH, VOCAB, LONGEST, MOST_ROWS), list[Outcome]()
+    for last in (-1, VOCAB):
+        tree = HostTree([1, 2, last, 3], [-1, 0, 1, 2])
+        assert rounds.chain(tree, Budget(depth=3, nodes=3)) == [2]
+    text = np.array([1, 2, 3] * 9, np.int32)
+    rounds.controller.record = outcomes.append  # type: ignore[method-assign,assignment]
+    rounds.drafter_s = (0.5,)
+    rounds.max_length = 12
+    for length in (12, 13):
+        rounds.propose({0: EngineRow(text[:length], 1)}, False)
+    assert [outcome.drafter_s for outcome in outcomes] == [()]
 
 
 @pytest.mark.parametrize(

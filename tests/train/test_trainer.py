@@ -206,6 +206,8 @@ def test_each_step_has_its_own_roots_loss_depth_and_rate(tmp_path: Path, monkeyp
     assert len({seed for seed, *_ in seen}) == 4
     assert [rest for _, *rest in seen[:4]] == [[True, 0, "kl"], [True, 0, "tv"], [False, 0, "tv"], [False, 0, "tv"]]
     assert rates == [1.0, 0.75, 0.5, 0.25, 0.75]
+    temperatures = [TrainSettings(steps=1, temperature=each).law_temperature for each in (0.0, 1e-9, 0.5, None)]
+    assert temperatures == [1.0, 1.0, 0.5, 1.0], "as sampled later, but greedy sampling learns from the whole law"
 
 
 class Stopped(Exception):

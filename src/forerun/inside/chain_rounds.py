@@ -88,7 +88,7 @@ class ChainRounds:
         texts, forgotten = self.texts.follow(rows)
         known = [len(text.ids) for text in texts]
         gained = [extend(text, row.ids) for text, row in zip(texts, rows.values(), strict=True)]
-        self.record(texts, gained, began_s - self.ended_s, prefill or not all(known))
+        self.record(texts, gained, began_s - self.ended_s, prefill)
         self.drafter.observe(self.news(texts, known))
         if forgotten:
             self.drafter.forget(forgotten)
