@@ -1,8 +1,10 @@
 """AsyncLLM: concurrent requests are answered as if alone, any may be cancelled, and an error or close ends all."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 
@@ -267,6 +269,17 @@ def test_loops_of_several_threads() -> None:
     front.close()
     assert [found[i] for i in range(num)] == [plain_answer(i) for i in range(num)]
     assert_empty(drafting())
+
+
+def test_without_references_it_ends_its_thread_and_frees_the_model() -> None:
+    front = AsyncLLM(LLM(str(TARGET), "ngram", dtype="float32"))
+    assert exact_parts(asyncio.run(front.generate(PROMPTS[0], params_with(0)))) == plain_answer(0)
+    thread, engine = front.thread, weakref.ref(front.llm.engine)
+    del front
+    gc.collect()  # the event loop of the request has reference cycles
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert engine() is None
 
 
 def test_a_request_whose_loop_is_closed_leaves_the_engine() -> None:

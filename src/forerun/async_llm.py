@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -48,7 +49,8 @@ class AsyncLLM(Uncopyable):
         self.unsent: deque[tuple[Outbox, Delta | BaseException]] = deque()
         self.end: BaseException | None = None  # why no further requests are accepted
         self.gate = threading.Lock()
-        self.thread = threading.Thread(target=self.run, name="forerun-engine", daemon=True)
+        weak, bell = weakref.ref(self, lambda _: bell.put(None)), self.bell
+        self.thread = threading.Thread(target=run, args=(weak, bell), name="forerun-engine", daemon=True)
         end_idle_threads()  # of this thread, if it has loaded the model
         self.thread.start()
 
@@ -168,19 +170,20 @@ class AsyncLLM(Uncopyable):
             self.llm.driver.jobs.append(self.llm.driver.cancel_job(outbox.request_ids))
             self.bell.put(None)
 
-    def run(self) -> None:
-        """The engine's thread: run jobs and rounds until it is closed or the engine cannot continue."""
-        end: BaseException = EngineClosed("this AsyncLLM was closed while the request ran.")
+    def work(self) -> bool:
+        """Run rounds while the engine has work. False, after `shut`, if it was closed or the engine cannot continue."""
         error = attempt(self.drive)
-        self.shut(end if error is None else error)
+        if error is None and not self.closing:
+            return True
+        self.shut(error or EngineClosed("this AsyncLLM was closed while the request ran."))
+        return False
 
     def drive(self) -> None:
-        """Run rounds while the engine has work, and wait otherwise."""
+        """Run jobs and rounds until there are none, or until it is closed."""
         driver = self.llm.driver
-        while not self.closing:
-            if not (driver.jobs or driver.engine.has_work or self.unsent):  # `unsent` last: it is filled by the others
-                self.bell.get()
-            elif not driver.drive():
+        # `unsent` last: it is filled by the others
+        while not self.closing and (driver.jobs or driver.engine.has_work or self.unsent):
+            if not driver.drive():
                 driver.wait(self.bell)
             self.send([self.unsent.popleft() for _ in range(len(self.unsent))])
 
@@ -204,6 +207,16 @@ class AsyncLLM(Uncopyable):
         for key in outboxes:
             self.remove(key)
         self.llm.driver.drive(rounds=False)
+
+
+def run(weak: weakref.ref[AsyncLLM], bell: Inbox) -> None:
+    """The engine's thread: work whenever the bell rings, until the AsyncLLM has ended or nothing refers to it.
+
+    While it waits it has no reference to the AsyncLLM, which would keep the model in memory.
+    """
+    while (front := weak()) is not None and front.work():
+        del front
+        bell.get()
 
 
 class DeltaQueue(asyncio.Queue[Delta | BaseException]):
