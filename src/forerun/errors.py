@@ -126,6 +126,10 @@ class PastFileError(DraftError):
     """A file of past answers that is damaged, or that cannot be read or written."""
 
 
+class InvalidDraft(DraftError):
+    """A drafter's `propose` returned something else than a Draft."""
+
+
 class WrongTarget(DraftError):
     """The drafter reads the KV cache of another engine's target, or does not get the states that it needs."""
 

@@ -1,13 +1,15 @@
 """An object that is no drafter is refused, with what it lacks; a drafter whose trees are malformed is named once."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.config import Speculation
 from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.many.mix import MixDrafter
 from forerun.draft.plan import check_drafter
 from forerun.errors import UnknownDrafter
 from forerun.sampling.draws import Draws
@@ -78,6 +80,25 @@ def test_a_malformed_tree_is_dropped_with_one_warning(
     warnings = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
     assert len(warnings) == is_malformed
     assert all("tokens and parents of its DraftTree must be int64" in each for each in warnings)
+
+
+@pytest.mark.drafter_raises
+@pytest.mark.parametrize("wrap", [lambda tree: tree, lambda _: None, lambda tree: Draft(cast(DraftTree, [tree]))])
+@pytest.mark.parametrize("in_mix", [False, True])
+def test_what_is_no_draft_is_named_once_with_the_fix(
+    wrap: Callable[[DraftTree], Any], in_mix: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = of(Resting, names=("mine",), propose=lambda self, draws, budgets, tail=None: wrap(chain_of(draws)))
+    with unchecked():
+        draft = MixDrafter([drafter, Resting()], ["mine", "other"]) if in_mix else drafter
+        llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(1, drafter="mine"))
+        llm.generate("Once", SamplingParams(max_tokens=6, ignore_eos=True))
+    (warning,) = [record for record in caplog.records if record.exc_info]
+    assert "switched off" in warning.getMessage()
+    assert warning.exc_info is not None
+    message = str(warning.exc_info[1])
+    assert message.startswith("propose of the drafter mine returned ")
+    assert message.endswith("return Draft(tree), where tree is a DraftTree.")
 
 
 @pytest.mark.parametrize("drafter", [Resting(), Tapping(), of(Resting, names=["a", "b"]), of(Tapping, taps=[5])])

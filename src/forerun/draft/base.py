@@ -16,7 +16,8 @@ from torch import Tensor
 from forerun.annotations import Float, Int
 from forerun.config import Speculation
 from forerun.device import Download
-from forerun.errors import WrongTarget
+from forerun.errors import InvalidDraft, WrongTarget
+from forerun.limits import shown
 from forerun.models.chains import VerifiedChains
 from forerun.sampling.draws import Draws
 from forerun.shape import StaticTree
@@ -150,6 +151,14 @@ class Draft:
     resume: Resume | None = None
     pass_s: float = 0.0
     drafter_s: Sequence[float] = ()
+
+    @staticmethod
+    def of(drafter: Drafter, proposed: object) -> Draft:
+        """What `drafter.propose` returned. Raises InvalidDraft unless it is a Draft of a DraftTree."""
+        if isinstance(proposed, Draft) and isinstance(proposed.tree, DraftTree):
+            return proposed
+        problem = f"returned {shown(proposed)}: return Draft(tree), where tree is a DraftTree."
+        raise InvalidDraft(f"propose of the drafter {', '.join(drafter.names)} {problem}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ class Engine:
         if not any(budget.depth for budget in budgets):
             return bare, bare.tree
         self.drafter_paused = False
-        draft = drafter.propose(plan.draws, budgets)
+        draft = Draft.of(drafter, drafter.propose(plan.draws, budgets))
         if draft.tree.tokens.shape[1:] == (1,):  # not sanitized yet: it may have one dimension
             return bare, bare.tree
         safe = self.sanitized(draft.tree, plan, bare.tree, budgets)

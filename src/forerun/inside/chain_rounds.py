@@ -16,7 +16,7 @@ from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.controller import Controller, Load
 from forerun.control.measured import MeasuredDepth
-from forerun.draft.base import NO_DRAFT, Budget, Committed, Drafter
+from forerun.draft.base import NO_DRAFT, Budget, Committed, Draft, Drafter
 from forerun.guard import attempt
 from forerun.inside.row_texts import EngineRow, KnownText, RowTexts, extend
 from forerun.sampling.draws import Draws
@@ -96,7 +96,7 @@ class ChainRounds:
         chains: Sequence[list[int]] = [[]] * len(texts)
         self.drafter_s = ()
         if any(budget.depth for budget in budgets):
-            draft = self.drafter.propose(self.draws(texts), budgets)
+            draft = Draft.of(self.drafter, self.drafter.propose(self.draws(texts), budgets))
             chains = [self.chain(tree, budget) for tree, budget in zip(draft.tree.host(), budgets, strict=True)]
             self.drafter_s = draft.drafter_s
         self.drafted = {

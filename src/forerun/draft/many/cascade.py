@@ -251,7 +251,7 @@ class CascadeDrafter:
         """The lower member's draft as valid chains; empty chains if no budget has a depth."""
         if not any(budget.depth for budget in budgets):
             return Draft(DraftTree.bare(draws.roots_tokens))
-        draft = self.lower.propose(draws, budgets, None if self.taps else tail)
+        draft = Draft.of(self.lower, self.lower.propose(draws, budgets, None if self.taps else tail))
         roots = draws.roots_tokens.to(draft.tree.tokens.device)
         tree = sanitize(draft.tree, roots, budgets, draws.vocab, draws.kernels)
         return replace(draft, tree=replace(tree, known=tree.fetched()).to(draws.device))

@@ -95,7 +95,7 @@ class MixDrafter:
         for drafter, (member, member_budgets) in enumerate(zip(self.members, shares, strict=True)):
             if any(budget.depth for budget in member_budgets):
                 started_s = time.perf_counter()
-                drafts[drafter] = member.propose(draws, member_budgets, tail)
+                drafts[drafter] = Draft.of(member, member.propose(draws, member_budgets, tail))
                 drafter_s[drafter] = time.perf_counter() - started_s
         chosen = [budget.drafter if budget.depth else -1 for budget in budgets]
         if not drafts:
