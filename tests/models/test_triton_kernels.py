@@ -237,8 +237,3 @@ def check_reads(ops: TritonOps, decoder: Decoder) -> Tensor:
     kept = [keys[:, :, start : start + 4] for start, keys in runs]
     assert torch.equal(*kept)
     return torch.cat(wanted)
-
-
-def test_kernels_are_registered_operations() -> None:
-    assert isinstance(TorchOps(), Ops)
-    assert isinstance(TritonOps(None), Ops)

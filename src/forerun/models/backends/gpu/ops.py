@@ -1,4 +1,4 @@
-"""The operations between the matrix products of a pass of fixed shape: one protocol with two implementations.
+"""The operations between the matrix products of a pass of fixed shape: one class for any device and one for GPUs.
 
 Both compute the same arithmetic: `TorchOps` with torch's functions on any device, `TritonOps` with fused kernels on a
 GPU. In both the result of a row depends on that row alone. A row attends to its keys in the order of its own text,
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,57 +61,17 @@ class KeyMap:
     num_runs: int | None = None
 
 
-@runtime_checkable
-class Ops(Protocol):
-    """The row-wise operations of a layer; tensors are contiguous."""
+class TorchOps:
+    """The row-wise operations of a layer by torch's functions, on any device; tensors are contiguous.
+
+    Attention gathers every key of every row.
+    """
 
     def add_norm(
         self, x: Rows, delta: Rows | None, gain: Tensor | None, eps: float, delta_gain: Tensor | None = None
     ) -> tuple[Rows, Rows]:
         """x + delta (normed first if it has a `delta_gain`), and the RMS norm of that, or the sum itself without
         `gain`."""
-        ...
-
-    def rotate_store(
-        self, qkv: Rows, rope: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
-        shape: ModelConfig, store: tuple[Store, Store],
-    ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
-        """The normed and rotated queries; writes keys and values to `store`. `rope`: cosines, sines; `at`: positions,
-        slots."""
-        ...
-
-    def attend(
-        self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap,
-        window: int | None, sinks: Float[Tensor, " heads"] | None = None, cap: float | None = None,
-    ) -> Rows:  # fmt: skip
-        """The attention output of each row, over the keys and values that it sees.
-
-        `sinks` are extra scores of each head, which take weight but have no value; `cap` soft-caps the scores.
-        """
-        ...
-
-    def activate(self, gate_up: Rows, mlp: GatedMlp) -> Float[Tensor, "rows inner"]:
-        """The inputs of an MLP's last layer, from the outputs of its first."""
-        ...
-
-    def experts(
-        self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
-        dense: Rows | None,
-    ) -> Rows:  # fmt: skip
-        """The weighted sum of the experts that the router's `logits` choose for each row, plus `dense`, the shared
-        expert's output, times its gate.
-
-        A row without position is routed to no expert.
-        """
-        ...
-
-
-class TorchOps:
-    """Ops by torch's functions, on any device; attention gathers every key of every row."""
-
-    def add_norm(
-        self, x: Rows, delta: Rows | None, gain: Tensor | None, eps: float, delta_gain: Tensor | None = None
-    ) -> tuple[Rows, Rows]:
         if delta is not None:
             x = x + (delta if delta_gain is None else rms_norm(delta, delta_gain, eps))
         return x, x if gain is None else rms_norm(x, gain, eps)
@@ -120,6 +80,8 @@ class TorchOps:
         self, qkv: Rows, rope: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor], layer: Attention,
         shape: ModelConfig, store: tuple[Store, Store],
     ) -> Float[Tensor, "rows heads head_dim"]:  # fmt: skip
+        """The normed and rotated queries; writes keys and values to `store`. `rope`: cosines, sines; `at`: positions,
+        slots."""
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         rotated, value = heads[:, : shape.heads + shape.kv_heads], heads[:, shape.heads + shape.kv_heads :]
         sizes, position, slot = (shape.heads, shape.kv_heads), at[0].long().clamp_min(0), at[1].long()
@@ -136,6 +98,10 @@ class TorchOps:
         self, query: Float[Tensor, "rows heads head_dim"], keys: Store, values: Store, where: KeyMap,
         window: int | None, sinks: Float[Tensor, " heads"] | None = None, cap: float | None = None,
     ) -> Rows:  # fmt: skip
+        """The attention output of each row, over the keys and values that it sees.
+
+        `sinks` are extra scores of each head, which take weight but have no value; `cap` soft-caps the scores.
+        """
         rows, heads, head_dim = query.shape
         slots = key_slots(where)
         key = torch.arange(where.num_keys, device=query.device)
@@ -154,6 +120,7 @@ class TorchOps:
         return mixed.reshape(rows, heads * head_dim).to(query.dtype)
 
     def activate(self, gate_up: Rows, mlp: GatedMlp) -> Float[Tensor, "rows inner"]:
+        """The inputs of an MLP's last layer, from the outputs of its first."""
         activation = gelu if mlp.gelu else functional.silu
         if mlp.plain:
             return activation(gate_up)
@@ -168,6 +135,11 @@ class TorchOps:
         self, x: Rows, logits: Float[Tensor, "rows outputs"], positions: Int[Tensor, " rows"], mlp: Mlp,
         dense: Rows | None,
     ) -> Rows:  # fmt: skip
+        """The weighted sum of the experts that the router's `logits` choose for each row, plus `dense`, the shared
+        expert's output, times its gate.
+
+        A row without position is routed to no expert.
+        """
         assert mlp.router is not None, "the layer needs a router"
         assert mlp.stacked is not None, "the experts must be stacked"
         routes, stacked = routes_of(mlp.router, logits.float()), mlp.stacked
@@ -202,7 +174,7 @@ def key_slots(where: KeyMap) -> Int[Tensor, "rows keys"]:
 
 
 class TritonOps:
-    """Ops by the Triton kernels of this folder."""
+    """The operations of TorchOps by the Triton kernels of this folder."""
 
     def __init__(self, kernels: Any) -> None:
         self.kernels = kernels
@@ -305,6 +277,9 @@ class TritonOps:
     ) -> Rows:  # fmt: skip
         kernels = load_kernels("triton_experts")
         return run_experts(kernels, x, logits, positions, mlp, dense, self.activate)
+
+
+Ops = TorchOps | TritonOps
 
 
 def attention_sizes(width: int, element_bytes: int, most_keys: int) -> dict[str, int]:
