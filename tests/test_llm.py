@@ -125,6 +125,11 @@ def test_the_reported_seed_reproduces_the_answer() -> None:
 
 REFUSED: list[tuple[Callable[[Any], object], type[ForerunError], str]] = [  # of calls that type checkers refuse, too
     (lambda llm: llm.generate("\ud800"), InvalidRequest, "prompt: .*not valid Unicode"),
+    (
+        lambda llm: llm.generate("a" * 99 + "\udcff"),
+        InvalidRequest,
+        r"aa.udcff' is not valid Unicode text: encode it as",
+    ),
     (lambda llm: llm.generate("a " * 9000), PromptTooLong, "prompt: .*maximum context length is 512 tokens.*: shorten"),
     (lambda llm: llm.generate(["The", []]), InvalidRequest, "prompt: it is empty.*give at least one"),
     (lambda llm: llm.generate("a", None, speculation=1.5), InvalidRequest, "speculation: 1.5 cannot be served"),

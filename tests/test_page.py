@@ -112,6 +112,8 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["generate", "--temp", "1"], "No such option: --temp. Did you mean --temperature?"),
         (["generate", "x"], "Missing option '--model' / '-m'; forerun generate -h lists all options"),
         (["generate", "-m", "x", "--depth", "-1"], "Invalid value for '--depth'"),
+        (["serve", "-m", "x", "--port", "99999"], "'--port': '99999' should be less than or equal to 65535; forerun"),
+        (["serve", "-m", "x", "--memory-bytes", "1MB"], "'--memory-bytes': '1MB' should be a valid integer; forerun"),
         (["serve", "-m", "x", "--chunk-tokens", "0"], "'0' is neither auto nor a whole number of at least 1"),
         (["generate", "-m", "x", "--verification", "x"], "'x' is not one of 'coupled', 'token', 'block'"),
     ],

@@ -1,6 +1,7 @@
 """Progress goes to the callback if there is one, else to an interactive terminal, else nowhere."""
 
 import io
+import re
 import sys
 import time
 
@@ -39,6 +40,19 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_nothing(monkeypatch: pytest.Monke
     assert shown_by(True, Terminal(), monkeypatch, num_steps=1) == "", "work that is over soon shows no bar"
     assert shown_by(False, Terminal(), monkeypatch) == ""
     assert shown_by(True, io.StringIO(), monkeypatch) == ""
+
+
+def test_a_long_description_leaves_room_for_bar_share_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, terminal = [100.0], Terminal()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    with progress.LoadingBar(Console(file=terminal, width=80, force_terminal=True, color_system=None)) as report:
+        for step in (1, 2, 3):
+            clock[0] += 100
+            report(f"loading /{'folder/' * 20}[red]model.gguf", step / 4)
+    assert "loading /folder" in terminal.getvalue()
+    assert "/[red]model.gguf" in terminal.getvalue()
+    assert "━" * 10 in terminal.getvalue()
+    assert re.search("75 % [0-9]:[0-9:]{4,}", terminal.getvalue())
 
 
 def test_a_callback_gets_every_step_instead(monkeypatch: pytest.MonkeyPatch) -> None:

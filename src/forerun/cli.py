@@ -137,6 +137,9 @@ def usage_line(error: Any) -> str:
     meant = sorted(longer or getattr(error, "possibilities", None) or ())
     message: str = error.message if meant else error.format_message()
     message = message.replace("Value error, ", "").rstrip(".")
+    if hasattr(error.__cause__, "errors"):  # pydantic's, whose text lacks the value
+        value = error.__cause__.errors()[0]["input"]
+        message = message.replace("Input should", f"'{value}' should").partition(", unable to parse")[0]
     if meant:
         message += f". Did you mean {' or '.join(meant)}?"
     hint = f"; {error.ctx.command_path} -h lists all options" if error.ctx is not None else ""

@@ -94,12 +94,16 @@ class LoadingBar:
             return
         self._drawn_s = now_s
         if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %")
+            bar = BarColumn(bar_width=self._console.width // 4)
+            columns = TextColumn("{task.description}", markup=False), bar, TextColumn("{task.percentage:3.0f} %")
             self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
             self._bar.start()
         if what not in self._tasks:
             self._tasks[what] = self._bar.add_task(what, total=1.0)
-        self._bar.update(self._tasks[what], completed=done, description=f"{what} {detail}".rstrip())
+        room = max(12, self._console.width - self._console.width // 4 - 16)  # beside the bar, the share and the time
+        shown, half = f"{what} {detail}".rstrip(), room // 2
+        shown = shown if len(shown) <= room else f"{shown[: half - 1]}…{shown[-half:]}"
+        self._bar.update(self._tasks[what], completed=done, description=shown)
 
 
 @contextmanager

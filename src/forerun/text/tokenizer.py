@@ -119,7 +119,10 @@ class Tokenizer:
             with damage_as_errors("tokenizer.json"):
                 ids = self._encoding(text, add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequest("prompt", f"{shown(text)} is not valid Unicode text ({error})") from error
+            at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
+            near = shown(text[max(0, at - 16) : at + 16])
+            cure = "encode it as UTF-8, without lone surrogates"
+            raise InvalidRequest("prompt", f"{near} is not valid Unicode text: {cure}") from error
         if add_special_tokens and self.bos_token_id is not None and not ids:
             return [self.bos_token_id]
         return list(ids)
