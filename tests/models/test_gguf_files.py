@@ -36,7 +36,7 @@ from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.folder import INDEX, folder_files
 from forerun.models.gguf.formats import FORMATS, UNREADABLE
 from forerun.models.gguf.tensors import GgufTensor, read_location
-from forerun.models.gguf.tokenizer import PRE, byte_level, sentence_piece, splits
+from forerun.models.gguf.tokenizer import PRE, byte_level, sentence_piece, splits, tokenizer_files
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
 from forerun.models.spec import ModelSpec
@@ -139,6 +139,23 @@ def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -
     template = Tokenizer.load(find_checkpoint(str(stories(tmp_path / "named.gguf", **named)))).template()
     assert template.source("tool_use") == "{{ tools }}"
     assert template.source().startswith("{% for m")
+
+
+@pytest.mark.parametrize("text", ["<s>", "<s:1>", "a:1", "$A", "$x", ""])
+def test_every_text_begins_and_ends_with_the_tokens_of_these_ids_whatever_their_texts(
+    tmp_path: Path, text: str
+) -> None:
+    file = GgufFile.read(stories(tmp_path / "model.gguf", **{"tokenizer.ggml.add_eos_token": True}))
+    tokens = list(file.metadata["tokenizer.ggml.tokens"])
+    plain = backend_of(file).encode("a b", add_special_tokens=False).ids
+    tokens[1] = text
+    metadata = {**file.metadata, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.add_bos_token": True}
+    assert backend_of(replace(file, metadata=metadata)).encode("a b").ids == [1, *plain, 2]
+
+
+def backend_of(file: GgufFile) -> tokenizers.Tokenizer:
+    """The tokenizer of a file."""
+    return tokenizers.Tokenizer.from_str(tokenizer_files(file)["tokenizer.json"])
 
 
 def test_without_a_chat_template_the_error_names_the_users_file(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from forerun.text.files import PROBLEM
 
 INDEX = "model.gguf.json"
 NO_MODELS = ("mmproj", "imatrix")  # the beginnings of names of other GGUF files
-FORM = 5  # the version of the files in the folder, increased when their content changes
+FORM = 6  # the version of the files in the folder, increased when their content changes
 
 
 def folder_of(path: Path) -> Path:

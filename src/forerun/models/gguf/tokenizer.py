@@ -175,8 +175,8 @@ def bos_and_eos(file: GgufFile, tokens: list[str], starts: bool) -> Any:
     for key, default in (("bos", starts), ("eos", False)):
         text = named_token(file, tokens, key)
         if text is not None and file.metadata.get(f"tokenizer.ggml.add_{key}_token", default):
-            template = [text, *template] if key == "bos" else [*template, text]
-            special.append((text, file.metadata[f"tokenizer.ggml.{key}_token_id"]))
+            template = [key, *template] if key == "bos" else [*template, key]  # a text may mean something else there
+            special.append({"id": key, "ids": [file.metadata[f"tokenizer.ggml.{key}_token_id"]], "tokens": [text]})
     return processors.TemplateProcessing(single=template, pair=[*template, "$B"], special_tokens=special)
 
 
