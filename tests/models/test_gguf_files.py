@@ -145,7 +145,7 @@ def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -
 def test_every_text_begins_and_ends_with_the_tokens_of_these_ids_whatever_their_texts(
     tmp_path: Path, text: str
 ) -> None:
-    file = GgufFile.read(stories(tmp_path / "model.gguf", **{"tokenizer.ggml.add_eos_token": True}))
+    file = GgufFile.read(stories(tmp_path / "model.gguf", **dict[str, Any]({"tokenizer.ggml.add_eos_token": True})))
     tokens = list(file.metadata["tokenizer.ggml.tokens"])
     plain = backend_of(file).encode("a b", add_special_tokens=False).ids
     tokens[1] = text
