@@ -234,3 +234,22 @@ def test_a_request_cannot_name_a_file(tmp_path: Path) -> None:
         with pytest.raises(ForerunError, match=r"is not a drafter of this engine; it has: ngram|use True, False"):
             llm.generate("Once", speculation=speculation_of(value))
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_file_whose_execution_was_interrupted_is_executed_again(tmp_path: Path, context: DraftContext) -> None:
+    waiting = "import pathlib\nif pathlib.Path(__file__).with_name('wait').exists(): raise KeyboardInterrupt\n"
+    draft = f"python:{written(tmp_path, waiting + AGAIN)}:Again"
+    (tmp_path / "wait").touch()
+    with pytest.raises(KeyboardInterrupt):
+        plan_drafter(draft, context)
+    (tmp_path / "wait").unlink()
+    assert type(plan_drafter(draft, context).build({}, None, None)).__name__ == "Again"  # type: ignore[arg-type]
+
+
+def test_a_class_whose_parameters_are_unknown_is_called_without_arguments(
+    tmp_path: Path, context: DraftContext
+) -> None:
+    file = written(tmp_path, f"{AGAIN}\nclass Mine(dict, Again): ...\nclass Other(dict): ...\n")
+    assert plan_drafter(f"python:{file}:Mine", context).build({}, None, None).names  # type: ignore[arg-type]
+    with pytest.raises(DrafterFileError, match="Other is not a drafter: it has no taps, names"):
+        plan_drafter(f"python:{file}:Other", context)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
+from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -59,8 +61,10 @@ def loaded(spec: DraftSpec, path: Path, source: bytes) -> ModuleType:
         module.__file__ = str(path)
         try:
             exec(compile(source, path, "exec"), module.__dict__)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+        except BaseException as error:  # the user's code may raise anything
             del sys.modules[name]
+            if not isinstance(error, Exception | SystemExit):
+                raise
             fail(spec, path, error, "the file raised")
     return sys.modules[name]
 
@@ -80,7 +84,9 @@ def class_in(spec: DraftSpec, module: ModuleType, name: str) -> type:
 
 def instance(spec: DraftSpec, path: Path, kind: type, tokenizer: Tokenizer) -> Drafter:
     """A drafter of the class. Raises DrafterFileError if it needs other arguments than the tokenizer, or raises."""
-    parameters = inspect.signature(kind).parameters.values()
+    parameters: Iterable[inspect.Parameter] = ()
+    with suppress(ValueError):  # a class based on a built-in one may have no signature
+        parameters = inspect.signature(kind).parameters.values()
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in several]
     arguments = {ARGUMENT: tokenizer} if any(each.name == ARGUMENT for each in parameters) else {}
