@@ -45,6 +45,9 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 12.0
 """
 
+PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+ODD = ("", '{a="b"}', '{position=""}', '{position="x"}', '{position="-1"}', '{position="99999999999999"}')
+
 
 def test_llama_servers_own_text_is_read() -> None:
     counts = counts_of(LLAMA_CPP, "llamacpp:")
@@ -113,7 +116,8 @@ def test_sglangs_verifications_and_gauges_give_a_chain_of_equal_chances() -> Non
 
 def test_missing_counters_give_no_acceptance() -> None:
     assert not counts_of(None, "vllm:").known
-    assert not counts_of("<html>", "vllm:").known
+    for text in ("<html>", "\n {,\t=N{ Y", '<div class="a" style={b}>', *(f"{PER_POSITION}{each} 1" for each in ODD)):
+        assert not counts_of(text, "vllm:").known
     assert not counts_of(VLLM, UNKNOWN.prefix).known
     assert acceptance_of(SpeculationCounts(), 100) is None
     assert acceptance_of(SpeculationCounts(5.0, 9.0, 3.0), 0) is None

@@ -10,6 +10,7 @@ import pytest
 from typing_extensions import override
 
 from forerun.bench.material import Passage
+from forerun.errors import InvalidRequest
 from forerun.prove.workload import ProofWorkload
 from forerun.remote.answers import AT_ONCE, AnswerClient, RemoteAnswer, TokenChance, answer_of
 from forerun.remote.counters import SpeculationCounts
@@ -219,3 +220,25 @@ def test_both_forms_of_log_probabilities_are_read() -> None:
     message = {"message": {"content": " a"}, "logprobs": {"content": [entry]}, "finish_reason": "length"}
     assert answer_of({"choices": [message]}) == RemoteAnswer(" a", (TokenChance(" a", {" a": -0.1}),), False)
     assert answer_of({"choices": [{"message": {"content": None}, "logprobs": None}]}) == RemoteAnswer("", (), False)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        1,
+        {"a": 1},
+        [None],
+        [{"text": [{"type": "text", "text": "a"}]}],
+        [{"text": "a", "logprobs": {"tokens": 1}}],
+        [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [["a"]]}}],
+        [{"message": {"content": "a"}, "logprobs": {"content": [None]}}],
+    ],
+)
+def test_an_answer_in_another_form_is_reported(choices: object) -> None:
+    async def complete(body: object) -> dict[str, Any]:
+        return {"choices": choices}
+
+    address = SimpleNamespace(base="http://x", url_option="plain")
+    server: Any = SimpleNamespace(client=SimpleNamespace(address=address, complete=complete))
+    with pytest.raises(InvalidRequest, match=r"plain: http://x does not answer in OpenAI's form: \{'choices': "):
+        asyncio.run(AnswerClient(server, SpeculationMode()).answer({}))

@@ -29,6 +29,7 @@ class FakeServer:
     wait: Callable[[float], Awaitable[object]] = asyncio.sleep
     clock: Callable[[], float] = time.perf_counter
     owner: str = "somebody"
+    models: object = None  # instead of the list with one model
     usage: bool = True
     status: int = 200
     ending: bytes = b"data: [DONE]\n\n"
@@ -59,7 +60,7 @@ class FakeServer:
         elif head.startswith("get /health"):
             self.whole(writer, 200, {})
         elif head.startswith("get /v1/models"):
-            self.whole(writer, 200, {"data": [{"id": "fake", "owned_by": self.owner}]})
+            self.whole(writer, 200, {"data": self.models or [{"id": "fake", "owned_by": self.owner}]})
         elif self.status != 200:
             self.whole(writer, self.status, {"error": {"message": "not now"}})
         else:

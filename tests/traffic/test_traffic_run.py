@@ -14,7 +14,7 @@ from forerun.traffic.client import ChunkTimes, ServerAddress
 from forerun.traffic.figures import ServiceLevel, TrafficBlock, TrafficReport
 from forerun.traffic.plan import ServerLoad, SpeculationMode, TrafficPlan
 from forerun.traffic.run import measure_traffic
-from traffic.fake import WORDS, FakeServer
+from traffic.fake import WORDS, FakeServer, event
 
 FAST = ServerLoad("rate", 1000.0)
 
@@ -186,6 +186,20 @@ def test_failures_count_and_have_no_times() -> None:
     assert figures.times.num_answers == 4
     assert figures.kept == 4 / 6
     assert figures.holds is False
+
+
+@pytest.mark.parametrize(
+    "chunk", [1, None, [], {"choices": 1}, {"choices": [None]}, {"choices": [{"delta": {"content": [{"text": "a"}]}}]}]
+)
+def test_a_chunk_in_another_form_is_an_error_of_its_answer(chunk: object) -> None:
+    with pytest.raises(InvalidRequest, match="failed the first request: a chunk does not have OpenAI's form: "):
+        load_test(FakeServer(ending=event(chunk) + b"data: [DONE]\n\n"))
+
+
+@pytest.mark.parametrize("models", [1, ["fake"], {"fake": {}}])
+def test_a_list_of_models_in_another_form_is_reported(models: object) -> None:
+    with pytest.raises(InvalidRequest, match="/v1/models lists no models: is it OpenAI-compatible"):
+        load_test(FakeServer(models=models))
 
 
 def test_a_server_that_would_refuse_everything_is_reported_at_once() -> None:

@@ -16,9 +16,11 @@ from typing import Any
 from forerun.annotations import ProgressCallback
 from forerun.bench.material import Passage
 from forerun.errors import InvalidRequest
+from forerun.limits import shown
 from forerun.remote.measure import RemoteServer
 from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 from forerun.serve.logprob_text import highest_by_text
+from forerun.traffic.client import text_of
 from forerun.traffic.plan import SpeculationMode
 from forerun.traffic.run import prompt_fields
 
@@ -55,8 +57,6 @@ class RemoteAnswer:
 def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
     """The first choice of a response, with log-probabilities in the format of chats or of completions."""
     choice = body["choices"][0]
-    message = choice.get("message")
-    text = (message.get("content") if isinstance(message, dict) else choice.get("text")) or ""
     chances = choice.get("logprobs") or {}
     if isinstance(chances.get("content"), list):
         entries = [(each.get("token"), each.get("top_logprobs") or ()) for each in chances["content"]]
@@ -69,7 +69,7 @@ def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
         ]
     numbers = [[(str(name), float(p)) for name, p in likely if isinstance(p, int | float)] for _, likely in places]
     tokens = tuple(TokenChance(str(token), highest_by_text(n)) for (token, _), n in zip(places, numbers, strict=True))
-    return RemoteAnswer(text, tokens, choice.get("finish_reason") == "stop")
+    return RemoteAnswer(text_of(choice), tokens, choice.get("finish_reason") == "stop")
 
 
 @dataclass(slots=True)
@@ -100,6 +100,16 @@ class AnswerClient:
             **self.mode.field,
         }
 
+    async def answer(self, body: Mapping[str, Any]) -> RemoteAnswer:
+        """The answer to a request. Raises InvalidRequest if the server refuses it, or for an answer in another form."""
+        client = self.server.client
+        answer = await client.complete(body)
+        try:
+            return answer_of(answer)
+        except (AttributeError, LookupError, TypeError) as error:
+            problem = f"does not answer in OpenAI's form: {shown(answer)}"
+            raise InvalidRequest(client.address.url_option, f"{client.address.base} {problem}.") from error
+
     async def detect_logprobs(self, prompt: Passage, limit: TimeLimit = NO_LIMIT) -> None:
         """Set `most_likely`, by requesting fewer log-probabilities until the server accepts.
 
@@ -111,7 +121,7 @@ class AnswerClient:
                 self.most_likely = 0
                 for likely in MOST_LIKELY:
                     with suppress(InvalidRequest):
-                        answer = answer_of(await self.server.client.complete(self.body(prompt, 0.0, 2, 0, likely)))
+                        answer = await self.answer(self.body(prompt, 0.0, 2, 0, likely))
                         if answer.tokens and answer.tokens[0].likely:
                             self.most_likely = likely
                             return
@@ -140,7 +150,7 @@ class AnswerClient:
         async def work() -> None:
             for index in indices:
                 body = self.body(prompts[index], temperature, max_tokens, seeds[index], likely)
-                answers[index] = answer_of(await self.server.client.complete({**body, **(extra or {})}))
+                answers[index] = await self.answer({**body, **(extra or {})})
                 report(f"{len(answers)} of {len(prompts)}", len(answers) / len(prompts))
 
         with suppress(TimeoutError):

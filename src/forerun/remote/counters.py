@@ -13,8 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 from forerun.bench.figures import over
+from forerun.shape import MOST_DEPTH
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+POSITIONS = {str(position) for position in range(MOST_DEPTH)}
 NAMES = {
     "spec_decode_num_drafts": "num_drafts",
     "spec_decode_num_draft_tokens": "num_drafted",
@@ -66,14 +68,15 @@ def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
     values, at_depth = defaultdict[str, list[float]](list), defaultdict[int, float](float)
     try:
         samples = [sample for family in text_string_to_metric_families(metrics or "") for sample in family.samples]
-    except ValueError:
+    except (ValueError, IndexError):  # of the parser, for other texts
         return SpeculationCounts()
     for sample in samples:
         name = sample.name.removeprefix(prefix).removesuffix("_total")
         if not prefix or not sample.name.startswith(prefix):
             continue
-        if name == PER_POSITION:
-            at_depth[int(sample.labels["position"])] += sample.value
+        position = sample.labels.get("position", "")
+        if name == PER_POSITION and position in POSITIONS:
+            at_depth[int(position)] += sample.value
         elif name in NAMES:
             values[NAMES[name]].append(sample.value)
     totals: dict[str, Any] = {name: sum(each) for name, each in values.items()}

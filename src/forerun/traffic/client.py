@@ -135,6 +135,7 @@ class TrafficClient:
         try:
             response = await self.http.get("/v1/models")
             models = response.raise_for_status().json()["data"]
+            names = [str(model.get("id")) for model in models]
         except httpx.HTTPStatusError as error:
             cure = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
             raise InvalidRequest(option, f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
@@ -143,9 +144,8 @@ class TrafficClient:
             raise InvalidRequest(
                 option, f"{base} does not answer ({why}): start the server, or give another address."
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidRequest(option, f"{base}/v1/models lists no models: is it OpenAI-compatible?") from error
-        names = [str(model.get("id")) for model in models]
         if not names:
             raise InvalidRequest(option, f"{base} serves no model.")
         name = self.address.model or names[0]
@@ -242,9 +242,9 @@ class ChunkTimes:
             return
         try:
             chunk = json.loads(data)
-            choices = chunk.get("choices") or []
-        except (ValueError, AttributeError):
-            self.error = f"a chunk is not a JSON object: {data[:80]!r}"
+            parts = [(text_of(choice), choice.get("finish_reason")) for choice in chunk.get("choices") or ()]
+        except (ValueError, AttributeError, TypeError):
+            self.error = f"a chunk does not have OpenAI's form: {data[:80]!r}"
             return
         if chunk.get("error"):
             self.error = error_text(chunk)
@@ -252,11 +252,10 @@ class ChunkTimes:
             self.usage = chunk["usage"]
         if isinstance(chunk.get("timings"), dict):
             self.timings = chunk["timings"]
-        for choice in choices:
-            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        for text, finish_reason in parts:
             if text:
                 self.texts.append(text)
-            if text or choice.get("finish_reason"):
+            if text or finish_reason:
                 self.record_time(now_s)
 
     def record_time(self, now_s: float) -> None:
@@ -275,9 +274,9 @@ class ChunkTimes:
     @property
     def speculation(self) -> Mapping[str, Any] | None:
         """Speculation counts from forerun's usage or llama.cpp's timings; None without either."""
-        from_usage: Mapping[str, Any] | None = (self.usage or {}).get("speculation")
-        if from_usage is not None or "draft_n" not in self.timings:
-            return from_usage
+        from_usage = (self.usage or {}).get("speculation")
+        if isinstance(from_usage, dict) or "draft_n" not in self.timings:
+            return from_usage if isinstance(from_usage, dict) else None
         accepted = self.timings.get("draft_n_accepted", 0)
         rounds = self.timings.get("predicted_n", self.num_tokens) - accepted
         return {"num_drafted": self.timings["draft_n"], "num_accepted": accepted, "num_rounds": rounds}
@@ -290,6 +289,14 @@ class ChunkTimes:
         if not self.done:
             return "the stream ended before the answer was complete"
         return "" if self.first_s is not None else "the stream contains no answer"
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """The text in a choice of an answer or a chunk. Raises AttributeError or TypeError for another form."""
+    text = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+    if not isinstance(text, str):
+        raise TypeError(f"{shown(text)} is not a text")
+    return text
 
 
 async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
