@@ -427,6 +427,56 @@ def test_an_engine_that_cannot_recover_ends_requests_and_later_answers_again(mon
     assert_empty(llm)
 
 
+def test_if_memory_is_short_for_recovery_the_request_that_broke_a_round_alone_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Although others are longer."""
+    llm = LLM(str(TARGET), dtype="float32", max_num_seqs=4)
+    engine, bad = llm.engine, llm.tokenizer.encode(PROMPTS[2])[-1]
+    fault = Fault(lambda call: call > 0, MemoryError())  # not after the first round, which reads both texts
+    monkeypatch.setattr(engine.runner, "read", breaks_on(engine.runner, lambda read: bad in read.tokens))
+    long, short = (llm.requests.sequences(Request.of(PROMPTS[i], params_with(i)))[0] for i in (1, 2))
+    assert len(long.tokens) > len(short.tokens)
+    assert bad not in long.tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "clear", fault.before(engine.runner.clear))
+        for sequence in (short, long):
+            engine.submit(sequence)
+        errors: list[tuple[int, type[Exception]]] = []
+        while not errors:
+            errors = [(delta.seq_id, type(delta.error)) for delta in engine.step() if delta.error is not None]
+    assert errors == [(short.id, OutOfMemory)]
+    while engine.has_work:
+        engine.step()
+    assert long.tokens[long.num_prompt :] == plain_tokens()[1]
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_drafter_is_blamed_only_if_a_round_without_it_succeeds(
+    cleared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if the requests are cancelled before, but also if the last of them is."""
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    break_(llm, "runner.read", Fault(lambda call: call == 3), monkeypatch)
+    sequences = [llm.requests.sequences(Request.of(PROMPTS[i], params_with(i)))[0] for i in range(2)]
+    for sequence in sequences:
+        llm.engine.submit(sequence)
+    while llm.engine.recovery.search is None:
+        llm.engine.step()
+    search = llm.engine.recovery.search
+    if cleared:
+        sequences[0].tokens.append(0)
+        assert not search.clear(llm.engine.sequences)
+    for sequence in sequences:
+        llm.engine.cancel(sequence.request_id)
+    (other,) = llm.requests.sequences(Request.of(PROMPTS[2], params_with(2)))
+    llm.engine.submit(other)
+    llm.engine.step()
+    assert llm.engine.recovery.search is None
+    assert llm.engine.recovery.strikes == cleared
+
+
 def test_a_batch_that_fails_only_as_a_whole_is_answered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example because memory suffices for a few sequences only."""
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
@@ -487,7 +537,7 @@ def test_a_sequence_is_finished_once_although_its_last_tokens_are_delivered_twic
     assert len(finished) == 2 == sum(delta.finish_reason is not None for delta in deltas)
 
 
-@pytest.mark.parametrize("kind", ["a lost rank", "invalid logits"])
+@pytest.mark.parametrize("kind", ["a lost rank", "invalid logits", "a request of another engine"])
 def test_what_no_drafter_causes_is_no_error_of_the_drafter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
     read, calls = llm.engine.runner.read, itertools.count()
@@ -496,6 +546,8 @@ def test_what_no_drafter_causes_is_no_error_of_the_drafter(kind: str, monkeypatc
         fails, states = next(calls) == 6, read(*arguments)
         if fails and kind == "a lost rank":
             raise RankLost("rank 1 has ended")
+        if fails and kind == "a request of another engine":
+            raise RequestFailed(10**6)
         if fails:
             states.logits.fill_(torch.nan)
         return states
@@ -506,12 +558,35 @@ def test_what_no_drafter_causes_is_no_error_of_the_drafter(kind: str, monkeypatc
     assert (llm.engine.recovery.strikes, llm.engine.drafter is None) == (0, False)
 
 
-def test_a_step_returns_the_tokens_of_its_round_although_the_drafter_raised_afterwards(
+def test_a_request_whose_draft_tokens_lead_to_invalid_logits_is_drafted_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Else every second of its rounds would fail."""
+    llm, num_failed = LLM(str(TARGET), f"model:{SMALL}", dtype="float32"), itertools.count()
+    read = llm.engine.runner.read
+
+    def failing(reads: Sequence[Read], *arguments: Any) -> Outputs:
+        states = read(reads, *arguments)
+        if any(len(each.judged) > 1 for each in reads):
+            next(num_failed)
+            states.logits.fill_(torch.nan)
+        return states
+
+    monkeypatch.setattr(llm.engine.runner, "read", failing)
+    (answer,) = llm.generate([PROMPTS[0]], params_with(0), speculation=4)
+    assert exact_parts(answer) == plain_answer(0)
+    assert next(num_failed) == 1
+
+
+@pytest.mark.parametrize("where", ["drafter.observe", "active.settle"])
+def test_a_step_returns_the_tokens_of_its_round_although_it_raised_after_the_verdict(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the error names a request, whose own code may have raised."""
     llm = LLM(str(TARGET), f"model:{SMALL}", dtype="float32", speculation=4)
-    break_(llm, "drafter.observe", Fault(lambda call: call == 1), monkeypatch, late=False)
     (sequence,) = llm.requests.sequences(Request.of(PROMPTS[0], params_with(0)))
+    fault = Fault(lambda call: call == 1, RequestFailed(sequence.id))
+    break_(llm, where, fault, monkeypatch, late=False)
     llm.engine.submit(sequence)
     deltas: list[Delta] = []
     while llm.engine.has_work:
@@ -527,6 +602,7 @@ def test_the_same_prompt_is_answered_after_a_request_that_failed(draft: str | No
     text = story(2 * llm.engine.runner.cache.blocks.block_size + 1, 0)
     with pytest.raises(Sabotage):
         llm.generate([text], params_with(0, logits_processors=[raising(Sabotage("mine"), len(text) + 4)]))
+    assert not llm.engine.runner.cache.keys.any()
     (answer,), (expected,) = (each.generate([text], params_with(0)) for each in (llm, plain()))
     assert exact_parts(answer) == exact_parts(expected)
 
