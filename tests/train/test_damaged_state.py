@@ -78,7 +78,7 @@ def test_the_log_is_kept_up_to_a_damaged_line(folder: TrainFolder, step: str) ->
 def test_a_vocabulary_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text("[" * 100_000)
     with pytest.raises(FolderTaken, match="is damaged: start over with --force"):
-        read_vocabulary(tmp_path / "ids.json", 4)
+        read_vocabulary(tmp_path / "ids.json", 4, 9)
 
 
 @pytest.mark.parametrize("texts", ["[3]", '["a"]', "{}", "[" * 10_000, '[{"tokens": 5}]', "[[]]"])
@@ -89,3 +89,23 @@ def test_a_damaged_group_of_answers_is_made_again(tmp_path: Path, texts: str) ->
     assert cache.load(0) is not None
     save_file(tensors, cache.path(0), {"texts": texts})
     assert not cache.load(0)
+
+
+def test_what_cannot_be_read_is_named_and_nothing_is_started_over(folder: TrainFolder) -> None:
+    path = folder.state_folder / CHECKPOINT
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(FolderTaken, match=r"checkpoint.pt cannot be read \(Is a directory\): make it a readable file"):
+        folder.load()
+
+
+@pytest.mark.parametrize("ids", [[1, 1], [2, 1], [-1, 2], [1, 9], [1, True], [0], [0, 1, 2], {}])
+def test_a_vocabulary_that_was_never_chosen_is_refused(tmp_path: Path, ids: object) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps(ids))
+    with pytest.raises(FolderTaken, match="is damaged: start over with --force"):
+        read_vocabulary(path, 2, 9)
+    path.write_text("[3, 8]")
+    assert read_vocabulary(path, 2, 9) == [3, 8]
+    with pytest.raises(FolderTaken, match=r"cannot be read \(Is a directory\)"):
+        read_vocabulary(tmp_path, 2, 9)

@@ -28,6 +28,7 @@ from forerun.cache.plan import size
 from forerun.draft.base import Committed
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.errors import FolderTaken, InvalidRequest
+from forerun.fields import is_list_of_whole
 from forerun.heads.sizes import check_most
 from forerun.heads.student import TargetText
 from forerun.llm import LLM
@@ -38,7 +39,7 @@ from forerun.streams import show_note
 from forerun.train.data import PromptIds, TrainingData
 from forerun.train.objective import Objective
 from forerun.train.settings import TrainSettings
-from forerun.train.state import TrainFolder
+from forerun.train.state import TrainFolder, unreadable
 from forerun.train.team import Team
 
 TRAINED, HELD_OUT = 0, 1  # purposes of an answer's seed
@@ -227,9 +228,10 @@ def draft_vocabulary(source: AnswerSource, size: int, folder: TrainFolder, progr
 
     Raises InvalidRequest for more than the tokenizer has, FolderTaken if the stored choice is damaged.
     """
-    check_most("draft_vocab", size, source.llm.requests.num_ids)
+    most = source.llm.requests.num_ids
+    check_most("draft_vocab", size, most)
     path, team = folder.state_folder / VOCABULARY, source.team
-    if (known := team.of_first(lambda: read_vocabulary(path, size) if path.exists() else None)) is not None:
+    if (known := team.of_first(lambda: read_vocabulary(path, size, most) if path.exists() else None)) is not None:
         return known
     ids = most_frequent(source, size, progress)
     with writable(folder.folder):
@@ -249,12 +251,14 @@ def most_frequent(source: AnswerSource, size: int, progress: ProgressCallback) -
     return sorted(ids[:size])
 
 
-def read_vocabulary(path: Path, size: int) -> Sequence[int]:
-    """The stored choice of an earlier run. Raises FolderTaken if it is damaged."""
+def read_vocabulary(path: Path, size: int, most: int) -> Sequence[int]:
+    """The stored choice of an earlier run: `size` ids below `most`. Raises FolderTaken if it cannot be read."""
     try:
         ids = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (ValueError, RecursionError):
         ids = None
-    if not isinstance(ids, list) or len(ids) != size or not all(isinstance(token, int) for token in ids):
+    if not is_list_of_whole(ids, 0, most - 1) or len(ids) != size or sorted(set(ids)) != ids:
         raise FolderTaken(f"{path} is damaged: start over with --force")
-    return ids
+    return [*ids]

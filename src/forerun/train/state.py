@@ -175,8 +175,16 @@ class TrainFolder:
             return None
         try:
             return TrainState(**torch.load(path, map_location="cpu", weights_only=True))
+        except OSError as error:
+            raise unreadable(path, error) from error
         except DAMAGES as error:
             raise FolderTaken(f"{path} is damaged ({str(error)[:100]}): start over with --force") from error
+
+
+def unreadable(path: Path, error: OSError) -> FolderTaken:
+    """The error for a file of a training that cannot be read."""
+    problem = f"cannot be read ({error.strerror}): make it a readable file, or start over with --force"
+    return FolderTaken(f"{path} {problem}")
 
 
 def change(name: str, before: object, now: object) -> str:
