@@ -95,6 +95,8 @@ def test_text_in_parts_is_text() -> None:
         ([{"role": 5, "content": "a"}], "messages: "),
         ([HELLO, [5]], "messages: "),
         ([{"role": "user", "content": 7}], "messages: "),
+        ([*HELLO, {"role": "user", "content": None}], r"messages\[2\].content: it is missing: give text"),
+        ([{"role": "system", "content": None}], r"messages\[0\].content: it is missing: give text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "messages: .* is not text"),
     ],
 )

@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import Event, Thread
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from forerun.annotations import ProgressCallback
 
@@ -44,6 +45,7 @@ class LoadingBar:
         self._drawn_s = 0.0
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._began: dict[str, tuple[float, float]] = {}  # by stage: the time and the share of its first report
         self._reported = ("", "")  # the stage of the last report, and its text
         self._stage = ""  # of the last line
         self._ended = Event()
@@ -88,22 +90,26 @@ class LoadingBar:
             self._reported = what, f"{what} {done:.0%}" + (f": {detail}" if detail else "")
             return
         now_s = time.monotonic()
+        began_s, done_before = self._began.setdefault(what, (now_s, done))
         if now_s - self._started_s < PATIENCE_S:
             return
         if done < 1 and now_s - self._drawn_s < REDRAW_S and not detail:
             return
         self._drawn_s = now_s
+        width = self._console.width // 8
         if self._bar is None:
-            bar = BarColumn(bar_width=self._console.width // 4)
-            columns = TextColumn("{task.description}", markup=False), bar, TextColumn("{task.percentage:3.0f} %")
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+            text, share = TextColumn("{task.description}", markup=False), TextColumn("{task.percentage:3.0f} %")
+            columns = text, BarColumn(width), share, TextColumn("{task.fields[left]}")
+            self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=1.0)
-        room = max(12, self._console.width - self._console.width // 4 - 16)  # beside the bar, the share and the time
+        room = max(12, self._console.width - width - 16)  # beside the bar, the share and the time
         shown, half = f"{what} {detail}".rstrip(), room // 2
         shown = shown if len(shown) <= room else f"{shown[: half - 1]}…{shown[-half:]}"
-        self._bar.update(self._tasks[what], completed=done, description=shown)
+        known = done - done_before >= 0.001
+        left = timedelta(seconds=round((now_s - began_s) / (done - done_before) * (1 - done))) if known else "-:--:--"
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(shown, total=1.0, left=left, visible=False)
+        self._bar.update(self._tasks[what], completed=done, description=shown, left=left, visible=True)
 
 
 @contextmanager

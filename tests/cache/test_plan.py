@@ -235,7 +235,7 @@ def test_the_memory_cost_of_drafting_is_one_line():
     options = {"budget_bytes": 24 * 10**9, "max_num_seqs": 16}
     lines = plan_memory(*models, **options).lines()
     assert lines[-2:] == [
-        "room for 1 sequence of 16,384 tokens, 1 with speculation",
+        "room for 1 sequence of 16,384 tokens",
         "without a drafter's cache there would be room for 1 sequence of 32,768 tokens",
     ]
     few = plan_memory(*models, **options, max_model_len=4096).lines()
@@ -281,7 +281,7 @@ def test_the_lines_of_a_plan():
         "memory: 1.62 GB of 8.00 GB, weights 1.09 GB",
         "target cache: 428 MB, 8,192 tokens at 49.2 kB",
         "model:small cache: 107 MB, 8,192 tokens at 12.3 kB",
-        "room for 4 sequences of 2,048 tokens, 4 with speculation",
+        "room for 4 sequences of 2,048 tokens",
     ]
     least = plan_memory(**options, max_model_len=2048, budget_bytes=1_220_000_000)
     assert least.lines()[2:] == [

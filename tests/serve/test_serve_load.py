@@ -246,7 +246,7 @@ def test_a_signal_drains_the_server_before_it_exits(sent: signal.Signals, status
         server = "forerun.serve.server: "
         logged = [line.partition(server)[2] for line in errors.splitlines() if server in line]
         assert logged == [  # the controller may also log that drafting saves no time
-            "Shutting down: 1 open requests are answered first, within 60 s.",
+            "Shutting down: requests still open: 1; they have 60 s to end.",
             "All requests are answered; the server exits.",
         ]
     finally:

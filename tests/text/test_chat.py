@@ -216,7 +216,7 @@ def test_the_last_message_may_be_left_open(tmp_path: Path, template: str, end: s
     ("messages", "options"),
     [
         ([], {}),
-        ([{"role": "user", "content": None}], {}),
+        ([{"role": "assistant", "content": None}], {}),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], {}),
         (TALK, {"add_generation_prompt": True}),
     ],

@@ -106,7 +106,9 @@ class MemoryPlan:
             lines.append(f"{name} cache: {line if tokens else 'no memory left, will not draft'}")
         for name, most in self.remembered_bytes.items():
             lines.append(f"{name}: {f'at most {size(most)}' if most else 'no memory left, none are stored'}")
-        lines.append(f"room for {self._room_line()}, {self.num_sequences_speculative} with speculation")
+        drafted = self.num_sequences_speculative
+        fewer = f", {drafted} with speculation" if drafted < self.num_sequences_plain else ""
+        lines.append(f"room for {self._room_line()}{fewer}")
         if self.alone is not None:
             lines.append(f"without a drafter's cache there would be room for {self.alone._room_line()}")
         return lines

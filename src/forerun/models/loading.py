@@ -26,6 +26,7 @@ from forerun.models.backends.gpu.backend import GpuBackend
 from forerun.models.backends.gpu.graphs import GraphRunner
 from forerun.models.backends.gpu.memory import USUAL_PASSES, PassSizes, scratch_bytes
 from forerun.models.backends.native_check import find_kernels
+from forerun.models.backends.torch_cpu.grouped import GroupedWeight
 from forerun.models.choice import BackendChoice, BackendKind, choose_backend, cpu_backend
 from forerun.models.config import ModelConfig, read_config
 from forerun.models.decoder import Decoder, make_head
@@ -282,24 +283,32 @@ class Blueprint:
         c = c if host is None else replace(c, vocab_size=host.config.vocab_size)
         decoder = Decoder(c, self.weights(progress, host), host, ranks=ranks)
         if progress is not None:
-            progress(f"loading {self.name}", 1.0)  # tensors that stay in groups were not counted
+            progress(f"loading {self.name}", 1.0)
         return decoder
 
     def weights(self, progress: ProgressCallback | None = None, host: Decoder | None = None) -> WeightLoader:
         """The checkpoint's weights on the model's device; with a `host`, its final norm in place of a missing one."""
-        checkpoint, done = self.checkpoint(self.dtype), 0
+        checkpoint, num_read = self.checkpoint(self.dtype), 0
+
+        def count(num: int) -> None:
+            nonlocal num_read
+            num_read += num * self.dtype.itemsize
+            if progress is not None:
+                progress(f"loading {self.name}", min(1.0, num_read / max(1, self.num_bytes)))
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
-            nonlocal done
             if host is not None and name == FINAL_NORM and name not in checkpoint:
                 return host.norm
             tensor = checkpoint.take(name, shape)
-            done += tensor.numel() * tensor.element_size()
-            if progress is not None:
-                progress(f"loading {self.name}", min(1.0, done / max(1, self.num_bytes)))
+            count(tensor.numel())
             return tensor.to(self.placement.device)
 
-        groups = checkpoint.groups if self.keeps_groups else None
+        def take_groups(name: str, shape: tuple[int, ...], part: int | None = None) -> GroupedWeight | None:
+            weight = checkpoint.groups(name, shape, part)
+            count(0 if weight is None else weight.numbers.numel())
+            return weight
+
+        groups = take_groups if self.keeps_groups else None
         return WeightLoader(take, self.dtype, self.backend(progress), self.quantize, groups)
 
     def head_rows(self, ids: Int[Tensor, " ids"]) -> Linear:

@@ -108,7 +108,7 @@ class DrainingServer(uvicorn.Server):
         self.service.uploads.end(gate.shutting_down())
         if self.draining is None:
             most_s = self.service.settings.drain_s
-            log.info("Shutting down: %d open requests are answered first, within %g s.", gate.num_in, most_s)
+            log.info("Shutting down: requests still open: %d; they have %g s to end.", gate.num_in, most_s)
             self.draining = asyncio.ensure_future(self.exit_when_drained())
 
     async def exit_when_drained(self) -> None:

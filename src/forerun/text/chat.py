@@ -204,16 +204,21 @@ def up_to_mark(text: str) -> str:
 
 
 def conversation(messages: object) -> list[dict[str, Any]]:
-    """Messages as plain values. Raises InvalidRequest for anything but a list of objects with a role."""
+    """Messages as plain values.
+
+    Raises InvalidRequest for anything but a list of objects with a role, and for a user's or system's without content.
+    """
     turns = plain(messages, "messages")
     example = '{"role": "user", "content": text}'
     if not isinstance(turns, list):
         raise InvalidRequest("messages", f"{shown(messages)} is not a list of messages: use a list of {example}.")
-    for message in turns:
+    for i, message in enumerate(turns):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidRequest("messages", f"{shown(message)} is not a message: use {example}.")
         if not isinstance(message.get("content"), str | list | None):
             raise InvalidRequest("messages", f"the content {shown(message['content'])} is not text: use text.")
+        if message["role"] in ("user", "system") and message.get("content") is None:
+            raise InvalidRequest(f"messages[{i}].content", "it is missing: give text.")
     return turns
 
 
