@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forerun.serve import connections, uploads
@@ -107,8 +107,9 @@ def test_bodies_being_received_have_bounded_memory_and_the_oldest_is_dropped(ser
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=60))
+@example([(3, 20), (2, 20), (1, 20), (0, 20)])  # the oldest is the one that sends
 def test_bodies_in_any_order_stay_within_the_memory_limit(steps: list[tuple[int, int]]) -> None:
-    """The newest is never the one that makes room, and at the end nothing is held."""
+    """The body that a client is sending is never the one that makes room, and at the end nothing is held."""
 
     async def work() -> None:
         kept = Uploads(most_bytes=20, most_s=60.0)
@@ -126,12 +127,14 @@ def test_bodies_in_any_order_stay_within_the_memory_limit(steps: list[tuple[int,
 
         tasks = [asyncio.create_task(read(feed)) for feed in feeds]
         await asyncio.sleep(0)
+        bodies = list(kept.under_way)
         for index, size in steps:
-            newest = next(reversed(kept.under_way), None)
+            body = bodies[index]
+            stays = body in kept.under_way and body.num_bytes + size <= 20
             feeds[index].put_nowait(b" " * size)
             await asyncio.sleep(0)
             assert 0 <= kept.num_bytes <= 20 * 3
-            assert newest is None or newest in kept.under_way or newest.num_bytes == 0
+            assert (body in kept.under_way) == stays
         for feed in feeds:
             feed.put_nowait(None)
         assert all(number in (408, 413) or number <= 20 for number in await asyncio.gather(*tasks))
@@ -191,6 +194,24 @@ def waiting(server: Running) -> list[tuple[int, bool]]:
     port = lambda each: each.transport.get_extra_info("peername")[1]  # noqa: E731
     by_phase = server.server.connections.by_phase
     return server.look(lambda: [(port(each), phase is Phase.BODY) for phase in Phase for each in by_phase[phase]])
+
+
+def test_a_drain_at_the_moment_of_a_bodys_deadline_refuses_it() -> None:
+    async def drain() -> None:
+        all_uploads, reason = Uploads(most_bytes=100, most_s=0.0), ApiError(503, "closing", code="closing")
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"x"
+            try:
+                await asyncio.sleep(PATIENCE_S)
+            except asyncio.CancelledError:
+                all_uploads.end(reason)
+                raise
+
+        with pytest.raises(ApiError, match="closing"):
+            await all_uploads.read(pieces())
+
+    asyncio.run(drain())
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /", head("/v1/completions", 99)], ids=["nothing", "head", "body"])

@@ -66,6 +66,12 @@ def test_log_probabilities_of_a_body_are_bounded_all_together(endpoint: Any, bod
     assert error.value.status == 400
 
 
+def test_log_probabilities_of_tokens_and_their_alternatives_are_counted() -> None:
+    options = {"prompt_logprobs": 2, "logprobs": 4, "n": 2, "max_tokens": 6}
+    asked, _ = prepare({"prompt": [[1] * 3, [1] * 5], **options}, "completions", plain(), "", SETTINGS)
+    assert asked.num_logprobs == (3 + 5) * (2 + 1) + 2 * 2 * 6 * (4 + 1)
+
+
 def test_a_full_context_may_have_the_alternatives_of_openai() -> None:
     body: dict[str, Any] = {**CHAT, "logprobs": True, "top_logprobs": 20}
     asked, _ = prepare(body, "chat", plain(), "", SETTINGS)

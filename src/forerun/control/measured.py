@@ -95,7 +95,7 @@ class MeasuredDepth:
         lasting = self.trials.tried is None and all(rows)  # a row without an option may have one in the next round
         num_held = 0 if lasting or self.advice.off else HOLD
         budgets = self.take(rows, planned.choice, spare, planned.tokens_per_s, num_held)
-        if self.trials.tried is None and follows_rule(load, outlook):
+        if follows_rule(load, outlook):
             self.taken.rule, self.taken.num_held = self.search.rule(self.drafters.all[0], AUTO_DEPTH), 0
         return budgets
 

@@ -1,0 +1,96 @@
+"""Held plans: for how long a plan of `MeasuredDepth` counts, and what is learned in rounds without one."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from control.test_depth_rule import VaryingRates
+from control.test_measured import budgets_of, outlook_of, with_costs
+from control.worlds import AMPLE, AUTO_SPECULATION
+from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.cache.paged import Spare
+from forerun.config import Speculation
+from forerun.control.controller import Load
+from forerun.control.costs import Kind
+from forerun.control.measured import MeasuredDepth
+from forerun.control.trials import HOLD
+from forerun.draft.base import Budget, Outlook
+
+LOAD = Load([0], [AUTO_SPECULATION], [AMPLE], 0)
+SPARE = Spare({0: AMPLE}, AMPLE, 16)
+
+
+def test_a_plan_that_depends_on_estimates_counts_for_one_round() -> None:
+    controller = with_costs(0.1, [0.01])
+    for rate in (0.0, 0.9, 0.0, 0.9):
+        load = Load(range(2), [AUTO_SPECULATION] * 2, [AMPLE] * 2, 0)
+        assert not controller.skips(load)
+        budgets = budgets_of(controller, load.speculations, outlook_of([[9, 9]], [[rate, rate]]))
+        assert [budget.depth > 0 for budget in budgets] == [rate > 0] * 2
+
+
+@pytest.mark.parametrize(("room", "limit"), [(2, AMPLE), (AMPLE, 2)])
+def test_a_plan_does_not_count_for_a_row_that_can_be_drafted_less_deep(room: int, limit: int) -> None:
+    controller, before = with_costs(0.1, [0.001]), outlook_of([[9]], [None])
+    (budget,) = budgets_of(controller, [AUTO_SPECULATION], before)
+    assert budget.depth > 2
+    assert controller.holds(LOAD)
+    (budget,) = controller.budgets(Load([0], [AUTO_SPECULATION], [room], 0), outlook_of([[limit]], [None]), SPARE)
+    assert budget.depth == 2
+
+
+def test_while_drafting_is_paused_only_plans_without_drafts_are_kept_unasked() -> None:
+    """Also if there is nothing to draft; a plan with drafts is the end of the pause."""
+    controller = with_costs(0.1, [0.001])
+    controller.advice.off = True
+    budgets_of(controller, [AUTO_SPECULATION], outlook_of([[0]], [None]))
+    assert controller.skips(LOAD)
+    controller.taken.num_held = HOLD
+    (budget,) = budgets_of(controller, [AUTO_SPECULATION], outlook_of([[9]], [None]))
+    assert budget.depth > 0
+    assert controller.advice.off
+    assert not controller.skips(LOAD)
+
+
+def test_passes_of_rounds_in_which_no_request_wants_drafts_are_timed() -> None:
+    """After a round with a plan, too; the drafter is not asked."""
+    controller = with_costs(0.1, [0.01])
+    budgets_of(controller, [AUTO_SPECULATION] * 3, outlook_of([[9] * 3], [None]))
+    rows = range(3)
+    assert controller.skips(Load(rows, [Speculation(0)] * 3, [AMPLE] * 3, 0))
+    controller.record(Outcome([RowOutcome(row, 0, 0, 0, 1) for row in rows], 0, 0.0, 0.07))
+    assert controller.costs.of(Kind.of(3)).seen[3][-1] == pytest.approx(0.07)
+
+
+def ruled(share: float) -> MeasuredDepth:
+    """A controller that has a rule for a lone row whose drafter estimates this share of the true survival."""
+    controller = MeasuredDepth()
+    VaryingRates((0.9,), 0.02, share).speed(controller, 600, 0)
+    while not (controller.taken.rule is not None and controller.holds(LOAD)):
+        budget = next(iter(budget_by(controller, lambda least: [])))
+        controller.record(Outcome([RowOutcome(0, budget.depth, 0, 0, 1)], 0, 1e-4, 0.1))
+    return controller
+
+
+def budget_by(controller: MeasuredDepth, estimate: Callable[[float], Sequence[float]]) -> Sequence[Budget]:
+    """The budget of a lone row whose drafter gives this estimate for a least survival."""
+    return controller.budgets(LOAD, Outlook([0], [AMPLE], lambda _row, least: estimate(least)), SPARE)
+
+
+def test_a_rule_asks_for_all_estimates_that_may_count() -> None:
+    """The drafter is too modest: its draft tokens are accepted twice as often as it estimates."""
+    controller, asked = ruled(0.5), list[float]()
+    trust, rule = controller.drafters.all[0].trust, controller.taken.rule
+    assert trust > 1.5
+    assert rule is not None
+    budget_by(controller, lambda least: asked.append(least) or ())
+    assert 0 < asked[0] * trust <= rule.min_survival * (1 + 1e-9)
+
+
+def test_the_reason_for_a_depth_by_a_rule_tells_its_expected_time() -> None:
+    controller = ruled(1.0)
+    (budget,) = budget_by(controller, lambda _: [0.9**depth for depth in range(1, 5)])
+    assert budget.depth == 4
+    rule = controller.taken.rule
+    assert rule is not None
+    assert f"tokens in {1000 * rule.round_s[4]:.2f} ms" in controller.reason()
