@@ -230,6 +230,13 @@ def test_a_checkpoint_that_is_read_is_never_overwritten(option: str, prompts: Pa
     assert same_tensors(kept, TARGET)
 
 
+def test_a_folder_that_no_draft_can_name_is_refused_before_the_training(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / 'my "best"'
+    words = ["train", "medusa", "--model", str(TARGET), "--data", str(prompts), "--out", str(out), "--steps", "1"]
+    assert "has a double quote, with which --draft cannot name it: leave it out" in refusal(*words)
+    assert not out.exists()
+
+
 def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()

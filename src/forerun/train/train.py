@@ -86,7 +86,7 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     cache = None if task.cache is None else open_cache(task.cache, target, student, data, share, team)
     if tuned is not None:
         check_free(tuned, task.out)
-    check_apart(task, target)
+    check_out(task, target)
     folder = TrainFolder(task.out)
     folder.claim(about, task.force)
     is_over = DrafterRecord.read(task.out) is not None  # then the stored costs are used
@@ -115,8 +115,10 @@ def train_together(task: TrainTask, settings: TrainSettings, report: Callable[..
     return trained
 
 
-def check_apart(task: TrainTask, target: Blueprint) -> None:
-    """Raise InvalidRequest if the output folder is that of a checkpoint which the training reads."""
+def check_out(task: TrainTask, target: Blueprint) -> None:
+    """Raise InvalidRequest if --draft cannot name the output folder, or if the training reads a checkpoint in it."""
+    if '"' in str(task.out):
+        raise InvalidRequest("out", f"{task.out} has a double quote, with which --draft cannot name it: leave it out.")
     init = task.sizes.init
     for option, folder in (("model", target.folder), ("init", None if init is None else find_checkpoint(init))):
         if folder is not None and folder.resolve() == task.out.resolve():
