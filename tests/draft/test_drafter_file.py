@@ -1,6 +1,7 @@
 """`python:FILE.py:CLASS`: what is wrong with a file is named, and only a user may name a file, since it is executed."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -244,6 +245,14 @@ def test_a_file_whose_execution_was_interrupted_is_executed_again(tmp_path: Path
         plan_drafter(draft, context)
     (tmp_path / "wait").unlink()
     assert type(plan_drafter(draft, context).build({}, None, None)).__name__ == "Again"  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have names in Unicode only")
+def test_a_folder_may_have_a_name_that_is_not_unicode(tmp_path: Path, context: DraftContext) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    draft = f"python:{written(folder, AGAIN)}:Again"
+    assert plan_drafter(draft, context).build({}, None, None).names == ("again",)  # type: ignore[arg-type]
 
 
 def test_a_class_whose_parameters_are_unknown_is_called_without_arguments(

@@ -7,6 +7,7 @@ The file is executed, so only a user may name it, on the command line or as the 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterable
@@ -53,7 +54,7 @@ def loaded(spec: DraftSpec, path: Path, source: bytes) -> ModuleType:
 
     The file's folder is added to the end of sys.path, so that it can import its neighbours.
     """
-    name = f"forerun_drafter_{sha256(f'{path}'.encode() + source).hexdigest()[:16]}"
+    name = f"forerun_drafter_{sha256(os.fsencode(path) + source).hexdigest()[:16]}"
     if name not in sys.modules:
         if (folder := str(path.parent)) not in sys.path:
             sys.path.append(folder)
