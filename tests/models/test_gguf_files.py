@@ -386,6 +386,12 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         find_checkpoint(str(stories(tmp_path / "model.gguf")))
 
 
+@pytest.mark.parametrize("letter", ["x", "字"])
+def test_a_file_may_have_the_longest_name_that_there_is(tmp_path: Path, letter: str) -> None:
+    file = stories(tmp_path / "model.gguf").rename(tmp_path / f"{letter * (250 // len(letter.encode()))}.gguf")
+    assert Blueprint.of(str(file)).config.layers == Blueprint.of(str(TARGET)).config.layers
+
+
 def test_a_changed_file_gets_another_folder(tmp_path: Path) -> None:
     file = stories(tmp_path / "model.gguf")
     before = find_checkpoint(str(file))

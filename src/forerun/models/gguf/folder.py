@@ -35,7 +35,7 @@ def folder_of(path: Path) -> Path:
     except OSError as error:
         raise ModelNotFound(f"{path} cannot be read ({error}): correct the path") from error
     digest = sha256(json.dumps([__version__, FORM, states]).encode()).hexdigest()[:16]
-    folder = cache_folder("gguf") / f"{path.stem}-{digest}"
+    folder = cache_folder("gguf") / f"{path.stem[:50]}-{digest}"  # a whole name may be too long with the digest
     if not (folder / INDEX).exists():
         file = GgufFile.read(path.absolute())
         texts = folder_files(file)
