@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
@@ -31,7 +31,6 @@ from forerun.tree import DraftTree
 log = logging.getLogger(__name__)
 HOPEFUL_TOKENS = 3.0  # draft tokens that earlier counts weigh as after a trial that went better than expected
 TRIAL_SHARE = 0.01  # share of the time that trials may cost
-LONGER = 1.25  # how many times longer than the best plan's round the trial of several rows may take
 
 
 @dataclass
@@ -246,29 +245,17 @@ class MeasuredDepth:
     def on_trial(self, best: Choice, rows: Sequence[Options], drafter: int) -> Choice:
         """The best choice, with some rows changed to the alternative on trial.
 
-        A known drafter is tried by the row with the fewest unread tokens, a new one by as many rows as `in_time`
-        allows.
+        A drafter is tried by the row with the fewest unread tokens.
         """
         if drafter == NOTHING:
             return [None if all(each.free for each in options.values()) else best[i] for i, options in enumerate(rows)]
         if drafter == OTHER_DEPTH:
             deeper = self.trials.deeper = not self.trials.deeper
             return [each and each.option.at_most(2 * each.depth if deeper else each.depth // 2 or 1) for each in best]
-        new = self.drafters.all[drafter].retry.new
         options = {row: each[drafter] for row, each in enumerate(rows) if drafter in each}
-        first = sorted(options, key=lambda row: sum(options[row].num_unread.values()))[: None if new else 1]
-        return self.in_time(best, {row: options[row].at_most(FIRST_DEPTH if new else TRIAL_DEPTH) for row in first})
-
-    def in_time(self, best: Choice, others: Mapping[int, Assignment]) -> Choice:
-        """The best choice with the first of these assignments, and as many more as the limit LONGER allows."""
-        choice, search = list(best), self.search
-        longest_s = LONGER * search.drafts_of(best).whole_s()
-        for number, (row, other) in enumerate(others.items()):
-            before, choice[row] = choice[row], other
-            if number and search.drafts_of(choice).whole_s() > longest_s:
-                choice[row] = before
-                break
-        return choice
+        first = min(options, key=lambda row: sum(options[row].num_unread.values()))
+        depth = FIRST_DEPTH if self.drafters.all[drafter].retry.new else TRIAL_DEPTH
+        return [options[row].at_most(depth) if row == first else each for row, each in enumerate(best)]
 
     def record(self, outcome: Outcome) -> None:
         """Learn from the round of the last plan."""
@@ -316,7 +303,7 @@ class MeasuredDepth:
             for row, each in drafted:
                 if each.option.budget.min_survival:
                     learned.cut_off.learn(self.survival[1:], row.offered, row.accepted)
-        learned.retry.count(len(drafted), self.trials.patience if tried else None, hopeful)
+        learned.retry.count(bool(drafted), self.trials.patience if tried else None, hopeful)
         if hopeful and not learned.retry.new:
             learned.retry.wake()
             learned.acceptance.limit(HOPEFUL_TOKENS)

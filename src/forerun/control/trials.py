@@ -15,7 +15,6 @@ TRIES = 6  # rounds for which every drafter is tried at first, and the least tim
 RETRY = 24  # unused rounds after which a drafter is tried again, before the cost of its trials is known
 LONGEST = 256  # most rounds between trials, which otherwise follow from their cost
 AGAIN = 2  # rounds for which an alternative is tried again after a change, and unused ones after a hopeful trial
-MANY_ROWS = 3  # most sequences of a round that count as tries of their own
 FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # depth of a trial: of a new drafter, and of a known one
 NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: plain decoding; half or twice the chosen depth
 HOLD = 8  # rounds for which a plan is kept, and plans in a row after which the log reports drafting as on or off
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 class RetryTimer:
     """Counts the rounds in which an alternative was used, and those since; from these follows when its trial is due."""
 
-    num_rounds: int = 0  # in use; a round of several sequences counts as up to MANY_ROWS
+    num_rounds: int = 0  # in use
     num_idle: int = 0  # rounds since the last use in which it could have been used
     patience: int = RETRY  # idle rounds until the next trial
     hopeful: bool = False  # the last trial went better than expected, so the next one is soon
@@ -50,16 +49,16 @@ class RetryTimer:
         self.patience = min(RETRY, self.patience)
         self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
 
-    def count(self, num_rows: int, patience: int | None, hopeful: bool = False) -> None:
-        """Learn from a round in which it was used for `num_rows` sequences, perhaps 0.
+    def count(self, used: bool, patience: int | None, hopeful: bool = False) -> None:
+        """Learn from a round in which it was `used` or could have been.
 
         If that was a trial, `patience` is the number of rounds that its cost demands until the next one, else None. It
         is doubled unless the trial was `hopeful`.
         """
-        if num_rows == 0:
+        if not used:
             self.num_idle += 1
             return
-        self.num_rounds, self.num_idle = self.num_rounds + min(num_rows, MANY_ROWS), 0
+        self.num_rounds, self.num_idle = self.num_rounds + 1, 0
         longest = RETRY if self.hopeful else LONGEST  # one bad trial after good ones is not final
         self.patience = RETRY if patience is None else min(max(TRIES, patience) * (1 if hopeful else 2), longest)
         self.hopeful = hopeful
@@ -83,8 +82,8 @@ class Trials:
     def count(self, drafted: bool, cheap: bool) -> None:
         """Learn from a round, in which something was `drafted` or not; `cheap`: its pass took less than expected."""
         deeper, plain = self.tried == OTHER_DEPTH, self.tried == NOTHING
-        self.other_depth.count(int(deeper), self.patience if deeper else None, cheap and deeper)
-        self.plain.count(int(not drafted), self.patience if plain else None, cheap and plain)
+        self.other_depth.count(deeper, self.patience if deeper else None, cheap and deeper)
+        self.plain.count(not drafted, self.patience if plain else None, cheap and plain)
 
 
 @dataclass(slots=True)
