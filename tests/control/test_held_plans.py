@@ -11,9 +11,9 @@ from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.controller import Load
-from forerun.control.costs import Kind
+from forerun.control.costs import CLEAR, Kind
 from forerun.control.measured import MeasuredDepth
-from forerun.control.trials import HOLD
+from forerun.control.trials import HOLD, LONGEST, NOTHING
 from forerun.draft.base import Budget, Outlook
 
 LOAD = Load([0], [AUTO_SPECULATION], [AMPLE], 0)
@@ -58,8 +58,86 @@ def test_passes_of_rounds_in_which_no_request_wants_drafts_are_timed() -> None:
     budgets_of(controller, [AUTO_SPECULATION] * 3, outlook_of([[9] * 3], [None]))
     rows = range(3)
     assert controller.skips(Load(rows, [Speculation(0)] * 3, [AMPLE] * 3, 0))
-    controller.record(Outcome([RowOutcome(row, 0, 0, 0, 1) for row in rows], 0, 0.0, 0.07))
-    assert controller.costs.of(Kind.of(3)).seen[3][-1] == pytest.approx(0.07)
+    controller.record(Outcome([RowOutcome(row, 0, 0, 0, 1) for row in rows], 0, 0.0, 0.07, verdict_s=0.01))
+    assert controller.costs.of(Kind.of(3)).seen[3][-1] == pytest.approx(0.08)
+
+
+def test_rounds_of_requested_depths_alone_do_not_tell_the_time_of_plain_decoding() -> None:
+    """Nothing is timed, since a pass that verifies draft tokens may take longer."""
+    controller = MeasuredDepth()
+    budgets_of(controller, [Speculation(4)], outlook_of([[9]], [None]))
+    controller.record(Outcome([RowOutcome(0, 4, 4, 4, 5)], 0, 0.0, 0.1))
+    assert controller.plain_s(1) is None
+
+
+def test_a_plan_next_to_prompts_does_not_count_for_rounds_without() -> None:
+    """Next to prompts each draft token costs as much as a prompt's token."""
+    controller, outlook = with_costs(0.1, [0.001]), outlook_of([[9]], [None])
+    controller.costs.prompt_s = 1.0
+    (budget,) = controller.budgets(Load([0], [AUTO_SPECULATION], [AMPLE], 5), outlook, SPARE)
+    assert budget.depth == 0
+    (budget,) = budgets_of(controller, [AUTO_SPECULATION], outlook)
+    assert budget.depth > 0
+
+
+@pytest.mark.parametrize("share", [1.0, 2.0])
+def test_a_plan_is_made_again_after_a_pass_that_took_much_longer(share: float) -> None:
+    controller = with_costs(0.1, [0.001])
+    controller.costs.record(Kind.of(1), 16, 0.1)
+    (budget,) = budgets_of(controller, [AUTO_SPECULATION], outlook_of([[9]], [None]))
+    controller.record(Outcome([RowOutcome(0, budget.depth, budget.depth, 0, 1)], 0, 1e-3, share * 0.1))
+    assert controller.holds(LOAD) == (share == 1.0)
+
+
+def test_after_a_change_of_the_machine_all_alternatives_are_tried_soon() -> None:
+    controller = with_costs(0.1, [0.001, 0.001])
+    timers = [controller.trials.plain, *(record.retry for record in controller.drafters.all)]
+    assert not any(timer.due for timer in timers)
+    for _ in range(CLEAR + 1):
+        controller.skips(Load([0], [Speculation(0)], [AMPLE], 0))
+        controller.record(Outcome([RowOutcome(0, 0, 0, 0, 1)], 0, 0.0, 1.0))
+    assert controller.costs.level.num_jumps == 1
+    assert all(timer.due for timer in timers)
+
+
+def test_the_time_until_the_next_trial_does_not_depend_on_the_batch() -> None:
+    """It follows from the share of a round's tokens that a trial costs."""
+    patience = set[int]()
+    for rows in (1, 2, 4):
+        controller = with_costs(0.1, [0.001])
+        controller.trials.plain.num_idle = LONGEST
+        budgets_of(controller, [AUTO_SPECULATION] * rows, outlook_of([[9] * rows], [None]))
+        assert controller.trials.tried == NOTHING
+        patience.add(controller.trials.patience)
+    assert len(patience) == 1
+    assert min(patience) > 0
+
+
+def test_the_draft_of_a_merged_trees_member_does_not_count_for_the_tree() -> None:
+    """There were no cache slots for the planned tree, so a member drafted, whose tokens were all rejected."""
+    controller = with_costs(0.1, [0.0, 0.0])
+    controller.drafters.all[2].accepted, controller.drafters.all[2].predicted = 30.0, 20.0
+    outlook = outlook_of([[9], [9]], [[0.5], [0.68]])
+    load = Load([0], [Speculation(4)], [9], 0)
+    (budget,) = controller.budgets(load, outlook, Spare({0: 0}, 1, 4))
+    assert budget.drafter == 1
+    assert [each and each.option.budget.drafter for each in controller.taken.assigned.values()] == [2]
+    controller.record(Outcome([RowOutcome(0, 4, 1, 0, 1, 1)], 0, 0.0, 0.1, 0.0, [0.0, 0.1]))
+    assert not any(controller.drafters.all[2].acceptance.offered)
+
+
+def test_after_a_trial_that_goes_better_than_expected_new_rounds_weigh_more_than_old_ones() -> None:
+    controller = with_costs(0.1, [0.001])
+    learned = controller.drafters.all[0]
+    for _ in range(100):
+        learned.count_runs([9], [(1, 0)])
+    learned.retry.num_idle = LONGEST
+    for _ in range(3):
+        (budget,) = budgets_of(controller, [AUTO_SPECULATION], outlook_of([[9]], [None]))
+        assert controller.trials.tried == 0
+        depth = budget.depth
+        controller.record(Outcome([RowOutcome(0, depth, depth, depth, depth + 1)], 0, 1e-3, 0.1))
+    assert learned.acceptance.rates()[0] > 0.3
 
 
 def ruled(share: float) -> MeasuredDepth:

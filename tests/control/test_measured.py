@@ -139,6 +139,7 @@ def test_rows_in_a_batch_ask_only_for_estimates_that_can_pay_except_in_trials() 
             assert requested == [0.0 if on_trial else pytest.approx(1.0)] * 8
             assert any(budget.depth for budget in budgets) == on_trial
             if on_trial:
+                assert controller.advice.off, "drafting was not paused before"
                 return
         rows = [RowOutcome(row, budget.depth, budget.depth, 0, 1) for row, budget in enumerate(budgets)]
         controller.record(Outcome(rows, 0, 1e-4, sum(1 + budget.depth for budget in budgets) * 1e-3))
@@ -291,6 +292,15 @@ def test_trials_of_another_depth_halve_and_double_the_depths_of_all_rows_in_turn
     assert all(
         few <= 0.7 * depth and 1.4 * depth <= many for few, depth, many in zip(shallower, usual, deeper, strict=True)
     )
+
+
+def test_a_trial_of_half_a_depth_drafts_at_least_one_token() -> None:
+    controller = with_costs(0.1, [0.001])
+    option = controller.drafters.options(0, 0, AUTO_SPECULATION, 9, outlook_of([[9]], [None]))[0]
+    controller.trials.deeper = True
+    (assigned,) = controller.on_trial([Assignment(option, 1)], [{0: option}], OTHER_DEPTH)
+    assert assigned is not None
+    assert assigned.depth == 1
 
 
 @pytest.mark.parametrize(("gain", "noise", "drafts"), [("little", 0.02, 1), ("little", 0.4, 0), ("much", 0.4, 1)])
