@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import InvalidRequest
-from forerun.store import Journal, save_pickle, save_tensors, whole_folder, writable, write_whole
+from forerun.store import Journal, replace_file, save_pickle, save_tensors, whole_folder, writable, write_whole
 
 
 def files_in(folder: Path) -> dict[str, str]:
@@ -139,3 +139,21 @@ def test_a_file_is_replaced_whole(
     assert path.read_text() == "old"
     write_whole(path, content)
     assert files_in(tmp_path) == {"file": "new"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_of_a_replacement_is_raised_as_it_is(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = tmp_path / "times.json", os.replace
+    path.write_bytes(b"old")
+
+    def interrupted(source: str, target: Path) -> None:
+        if late:
+            replace(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(path, b"new")
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {path.name: b"new" if late else b"old"}

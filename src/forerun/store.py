@@ -53,7 +53,7 @@ def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = 
             shutil.copymode(like, name)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        Path(name).unlink(missing_ok=True)  # an interrupt may come after the replacement
         raise
 
 
