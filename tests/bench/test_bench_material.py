@@ -119,7 +119,7 @@ def test_a_line_holds_a_prompt_messages_or_turns_and_a_category(written: Callabl
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"question": "x"}, "none of the fields prompt, text, turns (only question)"),
+        ({"question": "x"}, "there is no prompt among its fields (question): add"),
         ({"messages": []}, "messages: [] is not a conversation"),
         ({"messages": [{"content": "x"}]}, "is not a message"),
         ({"messages": [*TALK, {"role": "assistant", "content": "x"}]}, "the last message is the assistant's"),

@@ -97,6 +97,7 @@ def test_forecasts_are_logged_in_one_line_with_their_number_of_draft_tokens() ->
     assert forecast_line([pays, plain]) == paying
     useless = f"drafting is not expected to save time {basis}: ×0.97 at batch 1 at best"
     assert forecast_line([Forecast(1, "b", 0, 0.97, 0.95, 1.0, 300), plain]) == useless
+    assert "(estimated from 1 draft token on" in forecast_line([Forecast(1, "", 5, 1.912, 1.8, 2.0, 1)])
     assert str(Forecast(1, "", 8, 2.67, 1.02, 3.4, 9)) == "×1.02 to ×3.40 at batch 1 (depth 8)"
 
 

@@ -79,7 +79,7 @@ def test_mistakes_are_one_line_and_status_2(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "fine"}\n{"promt": "typo"}\n')
     message = refusal("prove", *line(TARGET, SMALL, file))
-    assert f"{file}:2: none of the fields prompt, text, turns (only promt)" in message
+    assert f"{file}:2: there is no prompt among its fields (promt): add" in message
     file = tmp_path / "long.txt"
     file.write_text("fine\n" + "word " * 600)
     message = refusal("prove", *line(TARGET, SMALL, file))

@@ -114,7 +114,8 @@ def forecasts(costs: CostTable, drafters: MeasuredDrafters, most_rows: int) -> S
 
 def forecast_line(found: Sequence[Forecast]) -> str:
     """Forecasts in one line, for the log."""
-    basis = f"(estimated from {min(each.num_drafted for each in found)} draft tokens on built-in sample prompts)"
+    num = min(each.num_drafted for each in found)
+    basis = f"(estimated from {num} draft token{'' if num == 1 else 's'} on built-in sample prompts)"
     if not any(each.depth for each in found):
         return f"drafting is not expected to save time {basis}: {max(found, key=lambda each: each.gain)} at best"
     plain = [f"plain decoding at batch {each.batch}" for each in found if not each.depth]

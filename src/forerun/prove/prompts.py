@@ -79,7 +79,7 @@ def prompt_of(entry: Mapping[str, Any]) -> str:
     name = next((name for name in FIELDS if name in entry), None)
     if name is None:
         present = ", ".join(entry) or "none"
-        raise InvalidRequest("prompts", f'none of the fields {", ".join(FIELDS)} (only {present}): add "prompt"')
+        raise InvalidRequest("prompts", f'there is no prompt among its fields ({present}): add "prompt"')
     text = entry[name]
     if name == "turns" and isinstance(text, list) and text:
         text = text[0]

@@ -108,7 +108,7 @@ class TrainReport:
         table.add_row("best", f"step {self.state.best_step}, on {len(self.data.held_out)} held-out prompts")
         for name, figures in (("before", self.first), ("now", self.best)):
             rates = " ".join(f"{rate:.2f}" for rate in figures.acceptance_at_depth[:SHOWN_DEPTHS])
-            table.add_row(f"accepted, {name}", f"{rates} by depth; overlap of laws {figures.overlap:.3f}")
+            table.add_row(f"accepted, {name}", f"{rates} by depth; overlap of distributions {figures.overlap:.3f}")
         if self.predicted is None:
             table.add_row("speed", "not predicted: the context is too short to time rounds")
         else:
