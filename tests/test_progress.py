@@ -56,8 +56,13 @@ def test_a_long_description_leaves_room_for_bar_share_and_time(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("shares", "drawn"),
-    [((0.5, 0.5), "50 % -:--:--"), ((0.5, 0.6), "60 % 0:00:40"), ((0.5, 0.6, 0.600001, 0.600002), "60 % 0:02:00")],
-    ids=["resumed", "advancing", "slow"],
+    [
+        ((0.5, 0.5), "50 % -:--:--"),
+        ((0.5, 0.6), "60 % 0:00:40"),
+        ((0.5, 0.6, 0.600001, 0.600002), "60 % 0:02:00"),
+        ((0.0, 0.1, 0.9, 0.0, 0.5), "50 % 0:00:10"),
+    ],
+    ids=["resumed", "advancing", "slow", "again"],
 )
 def test_the_time_left_counts_only_the_work_of_this_run(
     shares: tuple[float, ...], drawn: str, monkeypatch: pytest.MonkeyPatch

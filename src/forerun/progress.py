@@ -45,7 +45,9 @@ class LoadingBar:
         self._drawn_s = 0.0
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._began: dict[str, tuple[float, float]] = {}  # by stage: the time and the share of its first report
+        self._began: dict[
+            str, tuple[float, float, float]
+        ] = {}  # by stage: time and share of the first report; last share
         self._reported = ("", "")  # the stage of the last report, and its text
         self._stage = ""  # of the last line
         self._ended = Event()
@@ -90,7 +92,10 @@ class LoadingBar:
             self._reported = what, f"{what} {done:.0%}" + (f": {detail}" if detail else "")
             return
         now_s = time.monotonic()
-        began_s, done_before = self._began.setdefault(what, (now_s, done))
+        began_s, done_before, last = self._began.get(what, (now_s, done, done))
+        if done < last:  # the stage begins again, for another model or drafter
+            began_s, done_before = now_s, done
+        self._began[what] = began_s, done_before, done
         if now_s - self._started_s < PATIENCE_S:
             return
         if done < 1 and now_s - self._drawn_s < REDRAW_S and not detail:

@@ -276,7 +276,7 @@ class PassMeter:
         for wave in range(MOST_WAVES):
             if number >= len(order):
                 break
-            report(f"measuring rounds of {self.group.batch}", number / len(order))
+            report(f"measuring rounds, batch {self.group.batch}", number / len(order))
             number += self.wave(order[number:], wave)
         if not self.plain:
             raise DraftError(

@@ -201,7 +201,7 @@ def measured(trial: Trial, jobs: Mapping[Group, Jobs], tables: Mapping[Group, Pa
         if not all(trial.kept.holds(f"{trial.name} {run_name(group, turn)}") for turn in turns):
             if trial.late:
                 continue
-            trial.report(f"measuring {group.name}", number / len(order))
+            trial.report(f"measuring speed, {group.name}", number / len(order))
             if repetition == 0 or group not in runs or trial.llm is None:
                 trial.running().warm_up(group, depths)
         if sizes := needed_sizes(jobs[group][best.drafter], [best.depth]):
