@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.draft.many.cascade import CascadeDrafter
 from forerun.draft.many.mix import MixDrafter
 from forerun.draft.model.model import ModelDrafter
@@ -90,6 +91,18 @@ def test_any_text_parses_or_is_refused_with_a_position(text: str) -> None:
 def context() -> DraftContext:
     target = Blueprint.of(str(TARGET), dtype="float32")
     return DraftContext(target, target.tokenizer())
+
+
+@pytest.mark.parametrize("num_lists", [33, 300, 10_000])
+def test_lists_that_are_nested_too_deeply_are_refused(num_lists: int, tmp_path: Path) -> None:
+    text = "mix[" * num_lists + "ngram" + "]" * num_lists
+    with pytest.raises(UnknownDrafter, match="'\\[' at position 132: nest at most 32 lists of drafters"):
+        parse_spec(text)
+    record = {"drafter": "medusa", "argument": "", "target": "0", "temperature": 0.0, "mixed_with": text}
+    (tmp_path / RECORD).write_text(json.dumps(record | {"acceptance_at_depth": [0.5], "tokens_per_round": [1.5]}))
+    assert DrafterRecord.read(tmp_path) is None
+    inner = parse_spec("mix[" * 32 + "ngram" + "]" * 32)
+    assert parse_spec(str(inner)) == inner
 
 
 def test_names_become_drafters(context: DraftContext) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from forerun.errors import CodeRefused, UnknownDrafter
 
+MOST_NESTED = 32  # lists of drafters; far more would end in a RecursionError
 PYTHON = "python"  # the drafter in a Python file, which is executed
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 BARE = re.compile(r'[^,\[\]"]+')
@@ -71,6 +72,7 @@ class Parser:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.num_open = 0  # brackets
 
     @property
     def ahead(self) -> str:
@@ -107,12 +109,16 @@ class Parser:
     def members(self) -> tuple[DraftSpec, ...]:
         """Parse the drafters between brackets, at least one."""
         members = []
+        self.num_open += 1
+        if self.num_open > MOST_NESTED:
+            self.fail(f"nest at most {MOST_NESTED} lists of drafters")
         while self.ahead in ("[", ","):
             self.at += 1
             members.append(self.drafter())
             if self.ahead not in (",", "]"):
                 self.fail("separate drafters by a comma and close the list with ]")
         self.at += 1
+        self.num_open -= 1
         return tuple(members)
 
     def fail(self, fix: str) -> NoReturn:
