@@ -71,6 +71,7 @@ def test_the_page_shows_the_file_that_the_tests_run() -> None:
         (AGAIN.replace("= (),", "= (-1,),", 1), ":Again", "is not a drafter: with taps it needs the method adoptable"),
         (AGAIN, "", "the argument is a Python file and a class in it, as in python:mine.py:MyDrafter"),
         (AGAIN, ":", "the argument is a Python file and a class in it"),
+        (None, "\0:A", r"cannot be read \(embedded null byte\): name the file"),
         (AGAIN, ":1x", "the argument is a Python file and a class in it"),
     ],
 )

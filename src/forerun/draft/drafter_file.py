@@ -38,9 +38,10 @@ def plan_python(spec: DraftSpec, context: DraftContext) -> DraftPlan:
         refuse(spec, "the argument is a Python file and a class in it, as in python:mine.py:MyDrafter")
     try:
         source = Path(path).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a NUL
         fix = "name the file as seen from the current folder, as in python:mine.py:MyDrafter"
-        raise DrafterFileError(f"drafter {str(spec)!r}: {path} cannot be read ({error.strerror}): {fix}") from error
+        problem = getattr(error, "strerror", None) or error
+        raise DrafterFileError(f"drafter {str(spec)!r}: {path} cannot be read ({problem}): {fix}") from error
     file = Path(path).resolve()
     drafter = instance(spec, file, class_in(spec, loaded(spec, file, source), name), context.tokenizer)
     if problem := problem_of(drafter, context.target.config.layers):
