@@ -404,6 +404,29 @@ def test_each_sequence_has_a_length_by_its_own_acceptance() -> None:
     assert lengths.best([1], [MOST])[0] == new
 
 
+def test_a_new_sequence_gets_the_length_for_the_acceptance_of_others() -> None:
+    """Drafting takes no time, but passes over draft tokens do: drafts pay only if they are accepted."""
+    lengths = MeasuredLengths()
+    for seq_id in range(40):
+        lengths.count([seq_id], [(MOST, 0)])
+        for size in (1, MOST):
+            lengths.time(RoundTiming(1, 0.0, size, 0.1 + 0.02 * size))
+    assert lengths.best([99], [MOST]) == [0]
+    for seq_id in range(40):
+        lengths.count([seq_id], [(MOST, MOST)])
+    assert lengths.best([99], [MOST])[0] > 4
+
+
+def test_a_pass_over_a_draft_also_reads_the_token_before_it() -> None:
+    """A pass takes a second per token, so no draft token pays, even if most are accepted."""
+    lengths = MeasuredLengths()
+    for size in (1, 2, 4, 8):
+        lengths.count([0], [(4, 3)])
+        lengths.time(RoundTiming(size, 0.0, size, float(size)))
+    lengths.record_alone([0], 1, 1.0)
+    assert lengths.best([0], [MOST]) == [0]
+
+
 def test_the_judge_drafts_alone_where_that_costs_less() -> None:
     """A chain drafted by the judge in one call may cost less per token than rounds of length 0: rounds must beat it."""
     lengths = MeasuredLengths()

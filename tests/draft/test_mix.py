@@ -1,7 +1,7 @@
 """A mix compared with its members alone: what each of them drafts, declares, reads and observes is the same."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -203,6 +203,22 @@ def test_each_member_receives_its_own_taps_and_gives_its_own_outlook() -> None:
     assert outlook.drafters["c"] == members[2].outlook([0, 1])
     mix.forget([0])
     assert not any(member.observed for member in members)
+
+
+@dataclass
+class Adopting(FixedDrafter):
+    """Needs no states of the first `most_adopted` tokens of a text."""
+
+    most_adopted: int = 0
+
+    def adoptable(self, text: Sequence[int], most: int, salt: Hashable) -> int:
+        return min(most, self.most_adopted)
+
+
+def test_a_mix_adopts_no_more_of_a_text_than_any_member() -> None:
+    members = [Adopting([4], (0,), most_adopted=3), Adopting([4], (1,), most_adopted=5), FixedDrafter([4])]
+    for order in (members, members[::-1]):
+        assert MixDrafter(order, ["a", "b", "c"]).adoptable(range(9), 8, "") == 3
 
 
 def test_a_member_that_is_seldom_accepted_counts_less_in_merged_trees() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forerun.kernels.sampling import find_sampling_kernels
 from forerun.sampling import winners
-from forerun.sampling.logprobs import token_logprobs
+from forerun.sampling.logprobs import TokenLogprobs, ranked, token_logprobs
 from kit.compiled import require_compiler
 from sampling.logits import SHAPES, logits_of
 
@@ -40,6 +40,16 @@ def test_low_precision_is_reported_in_float32() -> None:
     logits = torch.randn(2, 50).bfloat16()
     (got, _) = token_logprobs(logits, torch.tensor([3, 4]), 1)
     assert got.logprob == pytest.approx(logits.double().log_softmax(1)[0, 3].item(), abs=1e-5)
+
+
+def test_of_ranked_numbers_a_request_gets_its_alternatives() -> None:
+    """Those of a batch have as many as its most demanding request; impossible tokens are left out."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0], [-torch.inf, 1.0, -torch.inf, 2.0]])
+    chosen = torch.tensor([0, 1])
+    for top, expected in ((0, [(), ()]), (1, [(1,), (3,)]), (3, [(1, 2, 0), (3, 1)])):
+        found = [TokenLogprobs.of(row, top) for row in ranked(logits, chosen, 4).tolist()]
+        assert found == token_logprobs(logits, chosen, top)
+        assert [each.top_ids for each in found] == expected
 
 
 def test_no_rows() -> None:

@@ -224,3 +224,12 @@ def test_processors_cannot_change_the_round() -> None:
     draws.probs(logits, draws.roots())
     assert logits.tolist() == [[1.0] * 4]
     assert row.tokens == [1, 2]
+
+
+def test_a_minimum_length_without_end_tokens_bans_nothing() -> None:
+    """Next to a row that has end tokens, so that there is a table of them."""
+    params = SamplingParams(min_tokens=4)
+    rows = [RowSampling(i, params, 5, 0, [7, 8], 1, ends) for i, ends in enumerate([(), (2,)])]
+    draws = Draws(rows, VOCAB)
+    banned = draws.transforms.edit(torch.zeros(2, VOCAB), draws.roots()).isneginf()
+    assert banned.nonzero().tolist() == [[1, 2]]
