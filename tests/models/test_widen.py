@@ -17,15 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forerun.commands.chat import label_of_widened
 from forerun.commands.widening import read_amount
 from forerun.drafters import draft_label
-from forerun.errors import InvalidRequest, TokenizerError, UnsupportedModel, WidenedDiffers
+from forerun.errors import InvalidRequest, UnsupportedModel, WidenedDiffers
 from forerun.llm import LLM
 from forerun.models import widen as module
 from forerun.models.agreement import Agreement
@@ -50,10 +48,9 @@ WAYS: dict[str, Grow] = {
     "hidden, by no power of 4": lambda c: Wider(c.hidden + 24, c.layers, c.intermediate, c.heads),
     "neurons": lambda c: Wider(c.hidden, c.layers, c.intermediate + 33, c.heads),
     "heads": lambda c: Wider(c.hidden, c.layers, c.intermediate, 2 * c.heads),
-    "layers, spread": lambda c: Wider(c.hidden, 7, c.intermediate, c.heads),
-    "layers, at the end": lambda c: Wider(c.hidden, 7, c.intermediate, c.heads, spread=False),
+    "layers": lambda c: Wider(c.hidden, 7, c.intermediate, c.heads),
     "all": lambda c: Wider(4 * c.hidden, 8),
-    "all, oddly": lambda c: Wider(c.hidden + 8, 5, c.intermediate + 1, c.heads + 2 * c.group, spread=False),
+    "all, oddly": lambda c: Wider(c.hidden + 8, 5, c.intermediate + 1, c.heads + 2 * c.group),
 }
 
 
@@ -234,29 +231,12 @@ def answers(model: str, draft: str | None = None) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.full
-def test_texts_are_the_sources_even_with_a_padded_vocabulary(tmp_path: Path) -> None:
-    """Padding ids would often win the draw, were they not kept from it."""
-    wide = widen(str(TARGET), tmp_path / "target", Wider(256, 7, vocab_size=4096))
-    draft = widen(str(SMALL), tmp_path / "draft", Wider(read_config(SMALL).hidden * 4, 7, vocab_size=600))
+def test_texts_are_the_sources(tmp_path: Path) -> None:
+    wide = widen(str(TARGET), tmp_path / "target", Wider(256, 7))
+    draft = widen(str(SMALL), tmp_path / "draft", Wider(read_config(SMALL).hidden * 4, 7))
     expected = answers(str(TARGET))
     assert answers(str(wide)) == expected
     assert answers(str(wide), f"model:{draft}") == expected
-    logits = our_logits(Blueprint.of(str(wide)), TOKENS.tolist(), [LENGTH])
-    assert (logits.argmax(dim=1) >= 512).any()
-
-
-def test_padding_needs_a_tokenizer_without_ids_to_spare(tmp_path: Path) -> None:
-    source = source_of(tmp_path / "source", TIED)
-    with pytest.raises(TokenizerError):
-        widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
-    (source / "tokenizer.json").write_bytes((TARGET / "tokenizer.json").read_bytes())
-    with pytest.raises(TokenizerError, match=r"has 512 ids, and .* has 199 embedding rows"):
-        widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
-    words = Backend(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.add_special_tokens(["<pad>"])  # one more than the model has rows for, as real checkpoints may have
-    words.save(str(source / "tokenizer.json"))
-    with pytest.raises(InvalidRequest, match="vocab_size: the tokenizer has 200 ids, more than the model's 199"):
-        widen(str(source), tmp_path / "wide", Wider(64, 4, vocab_size=VOCAB + 1))
 
 
 def no_rescaled_eps(wider: Wider, config: ModelConfig) -> ModelConfig:
@@ -334,7 +314,6 @@ def test_the_same_widening_is_reused_and_another_is_not(tmp_path: Path) -> None:
     others: list[tuple[Wider, int]] = [
         (Wider(128, 7), 0),
         (Wider(256, 6), 0),
-        (Wider(128, 6, spread=False), 0),
         (Wider(128, 6, mlp=1000), 0),
         (Wider(128, 6), 1),
     ]
@@ -449,7 +428,6 @@ def test_files_next_to_the_weights_are_copied(tmp_path: Path) -> None:
         (Wider(64, 5, heads=9), "heads: 9 must be a multiple of 2"),
         (Wider(65, 5), "heads: 8 must divide hidden, 65"),
         (Wider(64, 5, heads=10), "heads: 10 must divide hidden, 64"),
-        (Wider(64, 5, vocab_size=511), "vocab_size: 511 must be"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(wider: Wider, message: str, tmp_path: Path) -> None:
@@ -479,19 +457,16 @@ def test_a_size_is_met_within_half_a_layer_by_an_exact_ratio(asked: int) -> None
     assert wider.hidden in (64 * 4**k for k in range(10))
 
 
-@given(st.integers(1, 10), st.integers(0, 30), st.booleans())
-def test_real_layers_keep_their_order_and_come_once(count: int, more: int, spread: bool) -> None:
+@given(st.integers(1, 10), st.integers(0, 30))
+def test_real_layers_keep_their_order_and_come_once(count: int, more: int) -> None:
     config = replace(read_config(TARGET), layers=count)
-    origins = Wider(64, count + more, spread=spread).origins(config)
+    origins = Wider(64, count + more).origins(config)
     assert [origin.layer for origin in origins if origin.real] == list(range(count))
     assert len(origins) == count + more
-    if spread:
-        assert origins[-1].real
-        places = [i for i, origin in enumerate(origins) if origin.real]
-        gaps = [b - a for a, b in zip([-1, *places], places, strict=False)]
-        assert max(gaps) - min(gaps) <= 1
-    else:
-        assert all(origin.real for origin in origins[:count])
+    assert origins[-1].real
+    places = [i for i, origin in enumerate(origins) if origin.real]
+    gaps = [b - a for a, b in zip([-1, *places], places, strict=False)]
+    assert max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.parametrize(
@@ -565,9 +540,7 @@ def test_the_command_writes_and_reports(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.stderr
         for words in ("0.28 M parameters: ", "4.9 M parameters: ", "logits  differ by at most ", str(out)):
             assert words in result.stdout
-    explicit = command(
-        "widen", "-m", str(SMALL), "--out", str(tmp_path / "b"), "--layers", "9", "--at-end", "--mlp", "512"
-    )
+    explicit = command("widen", "-m", str(SMALL), "--out", str(tmp_path / "b"), "--layers", "9", "--mlp", "512")
     assert explicit.exit_code == 0
     assert read_config(tmp_path / "b").layers == 9
     assert read_config(tmp_path / "b").intermediate == 512

@@ -36,12 +36,8 @@ class ShapeOptions:
     layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None
     mlp: Annotated[int | None, typer.Option(help="MLP width; default: scaled with the hidden size.")] = None
     heads: Annotated[int | None, typer.Option(help="Query heads; default: scaled with the hidden size.")] = None
-    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size after padding; default: unchanged.")] = None
     experts: Annotated[int | None, typer.Option(help="Replace every MLP by this many experts; default: none.")] = None
     active: Annotated[int | None, typer.Option(help="Active experts per token; default: 2.")] = None
-    spread: Annotated[
-        bool, typer.Option("--spread/--at-end", help="Where identity layers go: between the others, or at the end.")
-    ] = True
     draft: Annotated[
         list[str] | None,
         typer.Option("--draft", "-d", help="A drafter that reads the model's hidden states, also widened; repeatable."),
@@ -50,7 +46,7 @@ class ShapeOptions:
 
     def sizes(self) -> dict[str, int | None]:
         """The new sizes by name; None if unchanged."""
-        names = ("hidden", "layers", "mlp", "heads", "vocab_size", "experts", "active")
+        names = ("hidden", "layers", "mlp", "heads", "experts", "active")
         return {name: getattr(self, name) for name in names}
 
 
@@ -70,7 +66,7 @@ def widen(shape: ShapeOptions, output: OutputOptions) -> None:
         from forerun.progress import LoadingBar
         from forerun.report import fact_table
     source = Blueprint.of(shape.model).config
-    wider = wider_of(source, shape.parameters, shape.sizes(), shape.spread)
+    wider = wider_of(source, shape.parameters, shape.sizes())
     with LoadingBar() as bar:
         folder = write_widened(shape.model, shape.out, wider, bar, shape.seed)
         drafts = [str(widen_drafter(each, shape.model, folder, wider, shape.seed)) for each in shape.draft or ()]

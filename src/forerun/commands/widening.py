@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ from forerun.models.widen import Wider
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMB]?)", re.IGNORECASE)
 
 
-def wider_of(config: ModelConfig, parameters: str | None, sizes: Mapping[str, int | None], spread: bool) -> Wider:
+def wider_of(config: ModelConfig, parameters: str | None, sizes: Mapping[str, int | None]) -> Wider:
     """The new shape, from a number of parameters or from sizes. Raises InvalidRequest for both, or for neither."""
     chosen = {name: size for name, size in sizes.items() if size is not None}
     if parameters is not None and chosen:
         raise InvalidRequest("parameters", "it determines all sizes: give either it or the sizes.")
     if parameters is not None:
-        return replace(Wider.of(config, read_amount(parameters)), spread=spread)
+        return Wider.of(config, read_amount(parameters))
     if not chosen:
         raise InvalidRequest("parameters", "no new size is given: give --parameters 0.5B, or sizes such as --hidden.")
-    return Wider(**{"hidden": config.hidden, "layers": config.layers, **chosen}, spread=spread)
+    return Wider(**{"hidden": config.hidden, "layers": config.layers, **chosen})
 
 
 def read_amount(text: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -74,7 +74,7 @@ def widened_layers(config: ModelConfig, plan: Plan, name: str) -> ModelConfig:
     """The layers' configuration, widened like the target's. Raises InvalidRequest for layers of another width."""
     if config.hidden != plan.source.config.hidden:
         raise InvalidRequest("draft", f"{name} cannot be widened with the target, whose width it does not have.")
-    return replace(Wider(plan.wide.hidden, config.layers).shape(config), vocab_size=config.vocab_size)
+    return Wider(plan.wide.hidden, config.layers).shape(config)
 
 
 def widened_tap(plan: Plan, tap: int) -> int:

@@ -42,8 +42,8 @@ def widen_drafter(draft: str, source: str, target: Path, wider: Wider, seed: int
     """Widen the drafter `draft` of `source` for the widened checkpoint in `target`; returns its specification.
 
     It is written to a folder in `target`; a folder from an earlier call with the same arguments is reused. Raises
-    InvalidRequest for a drafter that is not in HEADS, for a padded vocabulary, and if the folder contains something
-    else; ModelError for an unusable drafter.
+    InvalidRequest for a drafter that is not in HEADS, and if the folder contains something else; ModelError for an
+    unusable drafter.
     """
     plan, wide_drafter = planned(draft, source, wider, seed)
     return write_once(wide_drafter, plan, target / parse_spec(draft).name, draft)
@@ -69,8 +69,6 @@ def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, Wid
     if spec.name not in HEADS or spec.argument is None:
         cure = f"widen one of {', '.join(HEADS)} with its folder; a model is widened by itself, with --model"
         raise InvalidRequest("draft", f"{draft} reads no states of the target: {cure}.")
-    if plan.wide.vocab_size != plan.source.config.vocab_size:
-        raise InvalidRequest("vocab_size", "heads have the source's vocabulary, so it cannot be padded: leave it out.")
     return plan, checked_heads(spec, plan.source).widened(plan)
 
 

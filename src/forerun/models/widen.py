@@ -65,17 +65,14 @@ class Wider:
     """The shape of a widened model. By default `mlp` and `heads` grow in proportion to `hidden`; the width and grouping
     of heads do not change.
 
-    Additional layers are distributed between the source's layers, of which the last stays last; without `spread` they
-    all come after them. With `experts`, every MLP of a dense source becomes this number of experts of `mlp` neurons
-    each, `active` of them for each token.
+    Additional layers are distributed between the source's layers, of which the last stays last. With `experts`, every
+    MLP of a dense source becomes this number of experts of `mlp` neurons each, `active` of them for each token.
     """
 
     hidden: int
     layers: int
     mlp: int | None = None
     heads: int | None = None
-    vocab_size: int | None = None
-    spread: bool = True
     experts: int | None = None
     active: int = 2
 
@@ -101,10 +98,8 @@ class Wider:
         ratio = self.hidden / config.hidden
         heads = self.default_heads(config) if self.heads is None else self.heads
         mlp = round(config.intermediate * ratio) if self.mlp is None else self.mlp
-        vocab_size = config.vocab_size if self.vocab_size is None else self.vocab_size
         require_whole("heads", heads, config.heads)
         require_whole("mlp", mlp, config.intermediate)
-        require_whole("vocab_size", vocab_size, config.vocab_size)
         if heads % config.group:
             raise InvalidRequest("heads", f"{heads} must be a multiple of {config.group}, the heads that share a key.")
         if self.hidden % heads and not config.hidden % config.heads:
@@ -117,7 +112,6 @@ class Wider:
             heads=heads,
             kv_heads=heads // config.group,
             intermediate=mlp,
-            vocab_size=vocab_size,
             norm_eps=config.norm_eps / ratio,
             windows=tuple(config.windows[layer] for layer in origins),
             experts=grown_experts(config, mlp, origins),
@@ -133,8 +127,8 @@ class Wider:
     def origins(self, config: ModelConfig) -> list[LayerOrigin]:
         """The origin of each layer of the widened model."""
         count = config.layers
-        places = [(i + 1) * self.layers // count - 1 if self.spread else i for i in range(count)]
-        nearest = [min(bisect_left(places, layer), count - 1) for layer in range(self.layers)]
+        places = [(i + 1) * self.layers // count - 1 for i in range(count)]
+        nearest = [bisect_left(places, layer) for layer in range(self.layers)]
         return [LayerOrigin(source, places[source] == layer) for layer, source in enumerate(nearest)]
 
 
@@ -207,9 +201,7 @@ class Plan:
             kind = blueprint.config.family if text_part(fields) is fields else "a multimodal model"
             raise UnsupportedModel(f"{source} has layers of {kind}: only Llama's layers can be widened")
         wide = wider.shape(blueprint.config)
-        if wide.vocab_size > blueprint.config.vocab_size:
-            refuse_emitted_padding(blueprint)
-        digest = hashlib.sha256(f"{RECIPE} {source} {wide} {wider.spread} {seed}".encode())
+        digest = hashlib.sha256(f"{RECIPE} {source} {wide} {seed}".encode())
         for path in [*companions(blueprint.folder), *sorted(blueprint.folder.glob(WEIGHTS))]:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -238,14 +230,6 @@ def refuse_inexpressible(plan: Plan) -> None:
             return
     problem = f"{wide.family} has no biases or windows like those of {plan.source.name}: leave it out."
     raise InvalidRequest("experts", f"{wide.experts.count} are not possible: {problem}")
-
-
-def refuse_emitted_padding(source: Blueprint) -> None:
-    """Raise InvalidRequest if a larger vocabulary would make ids real that the tokenizer has but the source lacks."""
-    num_ids, vocab_size = source.tokenizer().num_ids, source.config.vocab_size
-    if num_ids > vocab_size:
-        problem = f"the tokenizer has {num_ids} ids, more than the model's {vocab_size}: leave the vocabulary as it is"
-        raise InvalidRequest("vocab_size", problem)
 
 
 def write_checked(plan: Plan, destination: Path, progress: ProgressCallback | None) -> None:
@@ -289,7 +273,6 @@ def config_values(plan: Plan, found: Agreement | None) -> dict[str, Any]:
     kept = {key: value for key, value in fields.values.items() if key not in KEYS}  # weights are written dequantized
     values = {**kept, **config.layer_fields()} | {
         "num_hidden_layers": config.layers,
-        "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tied,
         WIDENED: {
             "from": plan.source.name,
