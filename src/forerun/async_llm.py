@@ -158,7 +158,6 @@ class AsyncLLM(Uncopyable):
             self.remove(key)
 
     def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
-        """Raise an error to the reader of these sequences, which cancels them."""
         outbox = self.outboxes.get(sequences[0].request_id)
         if outbox is not None:
             self.send([(outbox, error)])

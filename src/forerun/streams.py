@@ -125,7 +125,6 @@ class Nowhere(io.TextIOBase):
     """A text stream that discards its text."""
 
     def write(self, text: str) -> int:
-        """Discard the text."""
         return len(text)
 
 

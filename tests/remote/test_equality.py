@@ -17,7 +17,6 @@ from forerun.remote.counters import SpeculationCounts
 from forerun.remote.dialects import dialect_of
 from forerun.remote.equality import (
     NEAR_TIE,
-    AnswerPlace,
     TextEquality,
     compare_texts,
     difference_of,
@@ -30,7 +29,7 @@ from forerun.remote.time_limit import NO_LIMIT, TimeLimit
 from forerun.traffic.plan import SpeculationMode
 
 NEAR, FAR = {" a": -0.7, " b": -0.8, " c": -3.0}, {" a": -0.1, " b": -3.0, " c": -5.0}
-HERE = AnswerPlace(0, 1, None)
+HERE = (0, 1, None)  # prompt, concurrency, and where the plain server is unsteady
 
 
 def answer(
@@ -42,30 +41,30 @@ def answer(
 
 
 def test_a_near_tie_is_no_fault_and_a_wide_gap_is_one() -> None:
-    near = difference_of(answer(" a", " a", likely=NEAR), answer(" a", " b"), HERE, 0.25)
+    near = difference_of(answer(" a", " a", likely=NEAR), answer(" a", " b"), *HERE, 0.25)
     assert (near.position, near.plain, near.other, near.meaning) == (1, " a", " b", "near tie")
     assert near.gap == pytest.approx(0.1)
     assert not near.at_least
-    far = difference_of(answer(" a", " a", likely=FAR), answer(" a", " b"), HERE, 0.25)
+    far = difference_of(answer(" a", " a", likely=FAR), answer(" a", " b"), *HERE, 0.25)
     assert (far.gap, far.meaning) == (pytest.approx(2.9), "fault")
 
 
 def test_a_token_that_was_not_likely_at_all_was_worse_than_the_last_that_was() -> None:
-    far = difference_of(answer(" a", likely=FAR), answer(" z"), HERE, 0.25)
+    far = difference_of(answer(" a", likely=FAR), answer(" z"), *HERE, 0.25)
     assert (far.gap, far.at_least, far.meaning) == (pytest.approx(4.9), True, "fault")
-    narrow = difference_of(answer(" a", likely={" a": -0.7, " b": -0.8}), answer(" z"), HERE, 0.25)
+    narrow = difference_of(answer(" a", likely={" a": -0.7, " b": -0.8}), answer(" z"), *HERE, 0.25)
     assert (narrow.at_least, narrow.meaning) == (True, "undecided")
 
 
 def test_without_the_tokens_of_the_other_answer_the_text_says_which_it_was() -> None:
-    found = difference_of(answer(" a", " a", " a", likely=NEAR), answer(" a", " b", " a", named=False), HERE, 0.25)
+    found = difference_of(answer(" a", " a", " a", likely=NEAR), answer(" a", " b", " a", named=False), *HERE, 0.25)
     assert (found.position, found.other, found.meaning) == (1, " b", "near tie")
     assert found.before == " a "
 
 
 def test_of_several_tokens_that_fit_a_text_the_likeliest_counts() -> None:
     likely = {" a": -0.7, " th": -0.72, " there": -8.0}
-    found = difference_of(answer(" x", " a", likely=likely), answer(" x", " th", "ere", named=False), HERE, 0.25)
+    found = difference_of(answer(" x", " a", likely=likely), answer(" x", " th", "ere", named=False), *HERE, 0.25)
     assert (found.position, found.other, found.meaning) == (1, " th", "near tie")
 
 
@@ -73,10 +72,10 @@ def test_tokens_that_do_not_spell_the_text_are_not_compared() -> None:
     """Behind parts of a character a count of characters is none of tokens: the token there is another one."""
     tokens = tuple(TokenChance(word, likely) for word, likely in (("\ufffd", NEAR), ("\ufffd", NEAR), (" a", FAR)))
     plain = RemoteAnswer("é a", tokens, False)
-    found = difference_of(plain, answer("é", " b", named=False), HERE, 0.25)
+    found = difference_of(plain, answer("é", " b", named=False), *HERE, 0.25)
     assert (found.gap, found.meaning) == (None, "undecided")
     behind = RemoteAnswer(" aé", (TokenChance(" a", FAR), *tokens[:2]), False)
-    early = difference_of(behind, answer(" b", "é", named=False), HERE, 0.25)
+    early = difference_of(behind, answer(" b", "é", named=False), *HERE, 0.25)
     assert (early.position, early.other, early.meaning) == (0, " b", "fault")
 
 
@@ -89,24 +88,24 @@ def test_every_character_is_in_the_token_that_spells_it() -> None:
 
 
 def test_without_log_probabilities_nothing_is_decided() -> None:
-    found = difference_of(answer(" a", " a", named=False), answer(" a", " b", named=False), HERE, 0.25)
+    found = difference_of(answer(" a", " a", named=False), answer(" a", " b", named=False), *HERE, 0.25)
     assert (found.gap, found.meaning) == (None, "undecided")
     assert found.before == " a "
 
 
 def test_where_the_plain_server_itself_differs_it_is_unsteady_but_not_before() -> None:
     plain, other = answer(" a", " a", likely=FAR), answer(" a", " b")
-    assert difference_of(plain, other, AnswerPlace(0, 8, 1), 0.25).meaning == "unsteady"
-    assert difference_of(plain, other, AnswerPlace(0, 8, 0), 0.25).meaning == "unsteady"
-    assert difference_of(plain, other, AnswerPlace(0, 8, 2), 0.25).meaning == "fault"
+    assert difference_of(plain, other, 0, 8, 1, 0.25).meaning == "unsteady"
+    assert difference_of(plain, other, 0, 8, 0, 0.25).meaning == "unsteady"
+    assert difference_of(plain, other, 0, 8, 2, 0.25).meaning == "fault"
 
 
 def test_an_answer_that_ends_too_early_is_a_fault_where_nothing_else_was_likely() -> None:
     sure = difference_of(
-        answer(" a", " a", likely={" a": -0.001, "</s>": -7.0}), answer(" a", stopped=True), HERE, 0.25
+        answer(" a", " a", likely={" a": -0.001, "</s>": -7.0}), answer(" a", stopped=True), *HERE, 0.25
     )
     assert (sure.position, sure.at_least, sure.meaning) == (1, True, "fault")
-    open_end = difference_of(answer(" a", " a", likely=NEAR), answer(" a", stopped=True), HERE, 0.25)
+    open_end = difference_of(answer(" a", " a", likely=NEAR), answer(" a", stopped=True), *HERE, 0.25)
     assert open_end.meaning == "undecided"
 
 

@@ -74,17 +74,17 @@ def test_each_depth_is_compared_with_the_distribution_and_token_that_follow(voca
 
 
 class Extended(Fixed):
-    """With further losses, confidence estimates and a tuned target."""
+    """With confidence estimates and a tuned target."""
 
     @override
     def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
         generator, shape = torch.Generator().manual_seed(8), batch.roots.shape
         confidence = [torch.randn(shape, generator=generator) for _ in range(2)]
-        more, tuned = {"a": torch.tensor(0.25), "b": torch.tensor(0.5)}, torch.randn(*shape, VOCAB, generator=generator)
-        return replace(super().predict(batch, dice), more=more, confidence=confidence, target=tuned)
+        tuned = torch.randn(*shape, VOCAB, generator=generator)
+        return replace(super().predict(batch, dice), confidence=confidence, target=tuned)
 
 
-def test_further_losses_confidence_and_the_distance_of_a_tuned_target_are_added_by_brute_force() -> None:
+def test_losses_of_confidence_and_the_distance_of_a_tuned_target_are_added_by_brute_force() -> None:
     settings = TrainSettings(steps=1, decay=0.5, temperature=0.7)
     objective = Objective(settings, lambda states: states @ HEAD.T, VOCAB)
     student = Extended(values={}, dtype=torch.float32, weights={}, depth_weights=(1.0, 0.8))
@@ -113,7 +113,7 @@ def test_further_losses_confidence_and_the_distance_of_a_tuned_target_are_added_
     expected = sum(distances) / len(distances)
     assert [float(each) for each in found] == pytest.approx([expected, sum(entropies) / len(entropies)], rel=1e-5)
     loss, _ = objective.loss(student, batch, torch.Generator(), "kl")
-    assert float(loss) == pytest.approx(sum(terms) / sum(weights) + 0.75 + TUNED_WEIGHT * expected, rel=1e-5)
+    assert float(loss) == pytest.approx(sum(terms) / sum(weights) + TUNED_WEIGHT * expected, rel=1e-5)
     tracked = [replace(each, laws=replace(each.laws, log_q=each.laws.log_q.requires_grad_())) for each in laws]
     assert not confidence_loss(predictions.confidence, tracked, objective.weights(student, laws)).requires_grad
 

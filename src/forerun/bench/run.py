@@ -56,11 +56,6 @@ class TimedRound:
         """The maximum number of draft tokens of a sequence."""
         return max((row.num_drafted for row in self.outcome.rows), default=0)
 
-    @property
-    def undrafted_s(self) -> float:
-        """Seconds of the round without drafting."""
-        return self.step_s - self.outcome.draft_s
-
 
 class StatsWithLast(Stats):
     """Engine counters that also store the last round's outcome."""

@@ -197,7 +197,7 @@ def answer(model: LoadedModel, prompt: str | Sequence[int], show: Callable[[Segm
                 result.text += segment.text
                 show(segment)
             result.finish_reason, result.stop_reason = delta.finish_reason, delta.stop_reason
-            if interrupt.requested and result.finish_reason is None:
+            if interrupt.is_set() and result.finish_reason is None:
                 result.finish_reason = "cancelled"
                 break
     return result

@@ -269,7 +269,7 @@ class BatchJob:
         started_s, engine = time.perf_counter(), self.engine
         with patient_interrupt() as interrupt:
             try:
-                while not interrupt.requested:
+                while not interrupt.is_set():
                     self.fill(tasks, bar)
                     if not self.open:
                         return False

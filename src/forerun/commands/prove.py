@@ -118,7 +118,7 @@ def prove(options: ProveOptions, remote: ServerProveOptions, output: OutputOptio
         llm = LLM(
             options.loading.spec(options.model),
             options.draft,
-            speculation=workload.largest_shape,
+            speculation=max(workload.shapes, key=lambda shape: shape.depth * shape.width),
             max_model_len=options.max_model_len,
             max_num_seqs=2 * max(workload.batches),
             threads=options.loading.threads,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from json import dumps, loads
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -41,21 +42,14 @@ def importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@dataclass(slots=True)
-class Interrupt:
-    """Whether Ctrl-C was pressed."""
-
-    requested: bool = False
-
-
 @contextmanager
-def patient_interrupt() -> Iterator[Interrupt]:
+def patient_interrupt() -> Iterator[Event]:
     """Context in which the first Ctrl-C is only recorded, so that a round completes; a second one raises."""
-    interrupt = Interrupt()
+    interrupt = Event()
     before = signal.getsignal(signal.SIGINT)
 
     def record(*_: object) -> None:
-        interrupt.requested = True
+        interrupt.set()
         signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, record)

@@ -325,7 +325,8 @@ class Engine:
             outcomes.append(delta.outcome)
             deltas.append(delta)
             places.append(len(sequence.tokens))
-            final_rows.append(row.with_accepted(run.nodes[: len(delta.token_ids)]))  # a stop may cut the run short
+            kept = run.nodes[: len(delta.token_ids)]  # a stop may cut the run short
+            final_rows.append(row._replace(accepted=kept))
         self.runner.keep([row.sequence.id for row in final_rows], [row.path for row in final_rows])
         self.active.decided = list(zip(places, deltas, strict=True))
         self.active.settle()

@@ -77,10 +77,6 @@ class RoundRow(NamedTuple):
         assert num_chunk == 0, "a sequence is not drafted while its prompt is prefilled"
         return Read(self.sequence.id, tokens, self.tree.parents, judged, scratch=self.tree.depth() + 1)
 
-    def with_accepted(self, nodes: Seq[int]) -> RoundRow:
-        """A copy of the row with these nodes accepted."""
-        return RoundRow(self.plan, self.tree, self.first, self.num_scored, nodes)
-
     @property
     def path(self) -> Seq[int]:
         """Indices of the row's tokens that stay in the KV cache, in order."""

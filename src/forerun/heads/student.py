@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -20,7 +20,7 @@ from forerun.annotations import Bool, Float, Int
 from forerun.draft.spec import DraftSpec
 from forerun.heads.fresh import TargetTables, save_weights, stored_dtype, trainable
 from forerun.heads.sizes import StudentSizes
-from forerun.heads.vocabulary import OFFSETS, offsets_of
+from forerun.heads.vocabulary import OFFSETS
 from forerun.models.loading import Blueprint
 from forerun.store import save_json
 
@@ -126,15 +126,14 @@ class Predictions:
     """A student's logits. Entry `[b, r]` of `logits[d - 1]` is for the token d positions after `roots[b, r]`.
 
     A drafter whose inputs at a position do not depend on the depth has logits for depth 1 only, with every position a
-    root (`TextBatch.roots`); the logits of deeper draft tokens equal those of depth 1 at later positions. `more` are
-    further losses of the kind, already weighted. `confidence`, shaped like `logits`, are the logits of the estimated
-    probability that a draft token is accepted if those before it are; they learn the overlap of p and q. `target` are
-    the target's own logits from the batch's first root on, for a kind that tunes the target too.
+    root (`TextBatch.roots`); the logits of deeper draft tokens equal those of depth 1 at later positions. `confidence`,
+    shaped like `logits`, are the logits of the estimated probability that a draft token is accepted if those before it
+    are; they learn the overlap of p and q. `target` are the target's own logits from the batch's first root on, for a
+    kind that tunes the target too.
     """
 
     logits: Sequence[Float[Tensor, "batch roots vocab"]]
     roots: Int[Tensor, "batch roots"]
-    more: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
     confidence: Sequence[Float[Tensor, "batch roots"]] = ()
     target: Float[Tensor, "batch places vocab"] | None = None
 
@@ -201,7 +200,7 @@ class Student(ABC):
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write a checkpoint with these weights and the token ids to an empty folder, without the target's tables."""
         if self.vocabulary is not None:
-            weights = {**weights, OFFSETS: offsets_of(self.vocabulary)}
+            weights = {**weights, OFFSETS: self.vocabulary.cpu() - torch.arange(len(self.vocabulary))}
         save_weights(weights, self.dtype, folder)
         save_json(self.values, folder / "config.json")
 

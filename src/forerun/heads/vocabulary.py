@@ -40,11 +40,6 @@ def id_map_of(ids: Int[Tensor, " draft_vocab"], vocab_size: int, device: torch.d
     return SameIds(vocab_size, vocab_size) if has_all else DraftVocabulary(vocab_size, ids.to(device))
 
 
-def offsets_of(ids: Int[Tensor, " draft_vocab"]) -> Int[Tensor, " draft_vocab"]:
-    """The table `d2t` of these ids."""
-    return ids.cpu() - torch.arange(len(ids))
-
-
 def read_ids(checkpoint: Checkpoint, draft_vocab: int, vocab_size: int) -> Int[Tensor, " draft_vocab"]:
     """The target's id of each token of the head. Raises UnsupportedModel for ids that the target does not have."""
     offsets = checkpoint.take_ids(OFFSETS, (draft_vocab,)) if OFFSETS in checkpoint else None

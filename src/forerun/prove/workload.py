@@ -61,11 +61,6 @@ class ProofWorkload:
         chains = [shape for shape in self.shapes if shape.width == 1]
         return [("token", shape) for shape in self.shapes] + [("block", shape) for shape in chains]
 
-    @property
-    def largest_shape(self) -> Speculation:
-        """The shape to plan an LLM's memory for."""
-        return max(self.shapes, key=lambda shape: shape.depth * shape.width)
-
 
 @contextmanager
 def engine_as(engine: Engine, verification: Verification, max_num_seqs: int) -> Iterator[None]:

@@ -104,8 +104,8 @@ async def compare_texts(
                 continue
             tokens = await tokens_of(speculating, prompts[index], seeds[index], workload.max_tokens, answer, limit)
             other = RemoteAnswer(answer.text, tokens, answer.stopped) if tokens else answer
-            place = AnswerPlace(index, at_once, first_difference(first[index], control[index]))
-            differences.append(difference_of(first[index], other, place, tolerance))
+            unsteady_from = first_difference(first[index], control[index])
+            differences.append(difference_of(first[index], other, index, at_once, unsteady_from, tolerance))
     counts = (await speculating.server.counts()).since(before)
     return TextEquality(
         len(prompts),
@@ -155,17 +155,11 @@ def first_difference(one: RemoteAnswer, other: RemoteAnswer) -> int | None:
     return shared_length(one.names, other.names) if one.tokens and other.tokens else shared_length(one.text, other.text)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPlace:
-    """The prompt and concurrency of an answer, and where the plain server's two answers differ, if they do."""
-
-    prompt: int
-    at_once: int
-    unsteady_from: int | None
-
-
-def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, tolerance: float) -> TextDifference:
-    """The first difference of two differing answers, and its meaning."""
+def difference_of(
+    plain: RemoteAnswer, other: RemoteAnswer, prompt: int, at_once: int, unsteady_from: int | None, tolerance: float
+) -> TextDifference:
+    """The first difference of two differing answers, and its meaning; the plain server's answers to the prompt differ
+    from token `unsteady_from` on."""
     position, length = first_difference(plain, other), shared_length(plain.text, other.text)
     assert position is not None, "the texts differ"
     counts_tokens = bool(plain.tokens)
@@ -179,15 +173,15 @@ def difference_of(plain: RemoteAnswer, other: RemoteAnswer, place: AnswerPlace, 
     chosen = plain.tokens[position] if counts_tokens and position < len(plain.tokens) else None
     gap, at_least = gap_of(dict(chosen.likely), chosen.token, named) if chosen else (None, False)
     return TextDifference(
-        place.prompt,
-        place.at_once,
+        prompt,
+        at_once,
         position,
         plain.text[:length][-CONTEXT:],
         chosen.token if chosen else plain.text[length:][:CONTEXT],
         named if named is not None else other.text[length:][:CONTEXT],
         gap,
         at_least,
-        meaning_of(gap, at_least, tolerance, place.unsteady_from is not None and place.unsteady_from <= position),
+        meaning_of(gap, at_least, tolerance, unsteady_from is not None and unsteady_from <= position),
     )
 
 

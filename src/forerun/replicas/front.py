@@ -75,7 +75,6 @@ class ReplicaFront:
             outbox.put_nowait(EngineClosed("the server was closed while the request ran."))
 
     def end_with(self, sequences: Seq[Sequence], error: Exception) -> None:
-        """Raise an error in the reader of these sequences, which cancels them."""
         outbox = self.outboxes.get(sequences[0].request_id)
         if outbox is not None:
             outbox.put_nowait(error)
@@ -174,11 +173,9 @@ class ReplicaService(Service, Collector):
         super().__init__(llm, settings, self.replica_front)
 
     def follow(self, entry: OpenRequest, answers: Answers) -> AsyncGenerator[Delta, None]:
-        """The deltas of admitted sequences from replicas."""
         return self.replica_front.follow(answers, entry.session_id, partial(self.gate.free, entry))
 
     def reader(self) -> Collector:
-        """The Prometheus collector of the replicas."""
         return self
 
     def collect(self) -> Iterator[Metric]:

@@ -75,7 +75,6 @@ class SharedBatch:
         self.changed.clear()
 
     def cancel(self, request_id: int) -> None:
-        """Cancel a submitted request."""
         task = self.tasks.get(request_id)
         if task is not None:
             task.cancel()

@@ -164,7 +164,6 @@ class AnswerWriter(Writer):
         }
 
     def whole(self) -> dict[str, Any]:
-        """The complete answer, once all samples are finished."""
         outputs = self.answers.outputs()
         choices = [
             self.choice(number * self.params.n + sample.index, result, sample)
@@ -252,7 +251,6 @@ class AnswerWriter(Writer):
         return fields
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The stream chunks for one delta; empty if it has nothing to show yet."""
         index = self.choices[delta.seq_id]
         events = []
         shown = self.new_fields(index, delta)

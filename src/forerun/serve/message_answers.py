@@ -52,7 +52,6 @@ class MessageWriter(Writer):
     open: bool = False  # whether the last block may grow
 
     def whole(self) -> dict[str, Any]:
-        """The message object of a finished answer."""
         for delta in self.deltas:
             self.take(delta)
         return self.message() | self.ending()
@@ -69,7 +68,6 @@ class MessageWriter(Writer):
         return [ending, {"type": "message_stop"}]
 
     def failed(self, problem: ApiError) -> dict[str, Any]:
-        """The error event of a stream."""
         return message_error(problem)
 
     def message(self) -> dict[str, Any]:

@@ -80,7 +80,6 @@ class ResponseWriter(Writer):
         self.counter = TokenCounter(self.parsed.form, self.texts)
 
     def whole(self) -> dict[str, Any]:
-        """The response object of a finished answer."""
         for delta in self.deltas:
             self.take(delta)
         return self.response()
@@ -96,7 +95,6 @@ class ResponseWriter(Writer):
         return [self.event(f"response.{response['status']}", response=response)]
 
     def failed(self, problem: ApiError) -> dict[str, Any]:
-        """The error event of a stream."""
         for item in self.items[-1:]:
             item.status = item.status.replace("in_progress", "incomplete")
         response = self.response("failed")

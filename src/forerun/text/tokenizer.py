@@ -50,10 +50,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._named = dict(named or {})
+        self.named_tokens = dict(named or {})
         self._template = template or ChatTemplate(None, "this tokenizer")
         self._spelling = spelling_of(backend)
-        self.bos_token, self.eos_token, self.pad_token = map(self._named.get, ("bos_token", "eos_token", "pad_token"))
+        self.bos_token, self.eos_token, self.pad_token = map(
+            self.named_tokens.get, ("bos_token", "eos_token", "pad_token")
+        )
         self.bos_token_id, self.eos_token_id, self.pad_token_id = map(
             self._id_of, (self.bos_token, self.eos_token, self.pad_token)
         )
@@ -63,18 +65,13 @@ class Tokenizer:
 
     def __reduce__(self) -> Any:
         """Pickling, for copies in other processes."""
-        return partial(Tokenizer, named=self._named, template=self._template), (self._backend,)
+        return partial(Tokenizer, named=self.named_tokens, template=self._template), (self._backend,)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a Hugging Face folder. Raises TokenizerError if a file is missing or damaged."""
         backend, named = read_tokenizer(Path(folder))
         return cls(backend, named=named, template=template_of(Path(folder)))
-
-    @property
-    def named_tokens(self) -> Mapping[str, str]:
-        """The special tokens that have a name, such as `eos_token`."""
-        return dict(self._named)
 
     def __len__(self) -> int:
         """Number of tokens in the vocabulary, added tokens included."""
@@ -245,7 +242,7 @@ class Tokenizer:
         broken, InvalidRequest if the messages are invalid or the template refuses them.
         """
         text = self.template(options.pop("chat_template", None)).render(
-            conversation, tokens=self._named, tools=tools, **options
+            conversation, tokens=self.named_tokens, tools=tools, **options
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 

@@ -89,7 +89,6 @@ class WatchedEngine(Engine):
         return replace(plan, draws=WatchedDraws.of(plan.draws))
 
     def draft(self, plan: RoundPlan) -> Draft:
-        """The engine's draft, recorded."""
         draft = super().draft(plan)
         draft = replace(draft, tree=replace(draft.tree, known=None))  # the trace needs all values on the host
         self.drafted = plan, draft.tree

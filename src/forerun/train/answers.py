@@ -65,7 +65,6 @@ class StateRecorder(NgramDrafter):
         self.states: dict[int, list[Tensor]] = {}
 
     def observe(self, committed: Committed) -> None:
-        """Record the states of newly committed tokens."""
         assert committed.features is not None, "a drafter with taps gets states"
         for i, seq_id in enumerate(committed.seq_ids):
             if seq_id not in self.begun:

@@ -28,7 +28,6 @@ from forerun.heads.trained_layer import StackStudent
 from forerun.models.config import config_of
 from forerun.models.loading import Blueprint
 from forerun.models.projections import EMBEDDING, HEAD, tensor_shapes
-from forerun.models.source import find_tokenizer
 from forerun.models.widen import copy_files
 from forerun.text.chat import OTHER_FILES
 from forerun.train.settings import check_choice
@@ -67,7 +66,7 @@ class DraftModelStudent(StackStudent):
         values = values_of(target, sizes)
         config = config_of(Fields(Path("the draft model's config.json"), values))
         weights = drawn_weights(tensor_shapes(config), seed, config.layers)
-        return cls.untrained(target, values, weights, config=config, taps=(), tokenizer_folder=tokenizer_folder(target))
+        return cls.untrained(target, values, weights, config=config, taps=(), tokenizer_folder=target.tokenizer_folder)
 
     @classmethod
     def from_checkpoint(cls, target: Blueprint, init: str) -> DraftModelStudent:
@@ -86,7 +85,7 @@ class DraftModelStudent(StackStudent):
             dtype=model.config.dtype,
             config=model.config,
             taps=(),
-            tokenizer_folder=tokenizer_folder(target),
+            tokenizer_folder=target.tokenizer_folder,
             init=model.fingerprint(),
         )
 
@@ -104,13 +103,11 @@ class DraftModelStudent(StackStudent):
         return functional.linear(states, self.weights[EMBEDDING if self.config.tied else HEAD])
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the model and the target's tokenizer."""
         super().write(weights, folder)
         files = sorted({path for pattern in TOKENIZER for path in self.tokenizer_folder.glob(pattern)})
         copy_files(files, self.tokenizer_folder, folder)
 
     def spec(self, folder: Path) -> str:
-        """The drafter's spec, `model:DIR`."""
         return str(DraftSpec("model", argument=str(folder)))
 
 
@@ -142,11 +139,6 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
         "eos_token_id": list(of.eos_ids),
         "dtype": str(stored_dtype(target)).removeprefix("torch."),
     }
-
-
-def tokenizer_folder(target: Blueprint) -> Path:
-    """The folder of the target's tokenizer."""
-    return target.folder if target.spec.tokenizer is None else find_tokenizer(target.spec.tokenizer)
 
 
 KINDS: Mapping[str, MakeStudent] = {

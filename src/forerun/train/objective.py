@@ -221,8 +221,6 @@ class Objective:
             for each, weight in zip(depths, weights, strict=True)
         ]
         loss = torch.stack(losses).sum() / total
-        for more in predictions.more.values():
-            loss = loss + more
         if predictions.target is not None:
             loss = loss + TUNED_WEIGHT * self.tuned_distance(batch, predictions.target)[0]
         if predictions.confidence:

@@ -324,7 +324,8 @@ class PassMeter:
             plain_s = statistics.fmean(each.step_s for each in (before, after) if not each.depth)
             self.plain.append(before.step_s)
             ratios = self.ratios.setdefault(drafted.outcome.num_tokens, [])
-            ratios.append((drafted.depth, drafted.undrafted_s / plain_s, drafted.outcome.draft_s / plain_s))
+            draft_s = drafted.outcome.draft_s
+            ratios.append((drafted.depth, (drafted.step_s - draft_s) / plain_s, draft_s / plain_s))
         return len(rounds) // 2
 
     def read_first(self, timed_engine: TimedEngine, full: FullChains) -> None:

@@ -188,9 +188,7 @@ def expect(jobs: Mapping[str, DecodingJob], round_s: RoundCost, deepest: int) ->
     )
 
 
-def interval(
-    job: DecodingJob, round_s: RoundCost, drafter: str, depth: int, seed: int = 0
-) -> tuple[float, float] | None:
+def interval(job: DecodingJob, round_s: RoundCost, drafter: str, depth: int) -> tuple[float, float] | None:
     """The interval in which the speed-up on as many other prompts lies with probability LIKELY; None for one text.
 
     Bootstrap resampling of these texts estimates the deviation of a sample from the population, and two samples differ
@@ -198,7 +196,7 @@ def interval(
     """
     if len(job.texts) < 2:
         return None
-    rng = random.Random(seed)
+    rng = random.Random(0)
     num_draws = max(20, min(RESAMPLES, MOST_PLAYED // sum(text.num_tokens for text in job.texts)))
     draws = (replace(job, texts=rng.choices(job.texts, k=len(job.texts))) for _ in range(num_draws))
     speed_ups = sorted(speed_up(draw, round_s, drafter, depth) for draw in draws)
