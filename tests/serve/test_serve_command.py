@@ -79,7 +79,7 @@ def test_settings_are_checked(field: str) -> None:
     ("content", "message"),
     [
         (b"\xff\xfe", "cannot be read"),
-        (b"a k1\nb k1\n", "line 2, repeats a key"),
+        (b"a k1\nb k1\n", "line 2, repeats a key: choose another one"),
         ("k\u00fc".encode(), "line 1: a key must be printable ASCII"),
     ],
 )

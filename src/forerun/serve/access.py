@@ -57,7 +57,7 @@ class ApiKeys:
                 raise InvalidRequest("api_keys", f"{path}, line {number}: a key must be printable ASCII: {KEY_FORMAT}.")
             key = digest(words[-1])
             if key in tenants:
-                raise InvalidRequest("api_keys", f"{path}, line {number}, repeats a key.")
+                raise InvalidRequest("api_keys", f"{path}, line {number}, repeats a key: choose another one.")
             tenants[key] = words[0] if len(words) == 2 else f"key-{key.hex()[:12]}"
         if not tenants:
             raise InvalidRequest("api_keys", f"{path} holds no key: {KEY_FORMAT}.")
