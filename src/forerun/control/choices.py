@@ -20,7 +20,6 @@ from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
 FAVOR = 0.02  # least margin by which drafting must be faster than plain decoding to be chosen
-ALONE = 0.25  # share of the scatter of rounds that is the margin for one row: a mistake there is soon noticed
 
 Options = Mapping[int, DraftOption]  # of a row, by drafter
 Choice = Sequence[Assignment | None]  # for every row
@@ -49,8 +48,8 @@ class Planned:
 
 
 def favor(num_rows: int, scatter: float) -> float:
-    """The margin by which drafting must be faster than plain decoding, from the relative noise of round times."""
-    return max(FAVOR, scatter if num_rows > 1 else ALONE * scatter)
+    """The least gain for which rows are drafted, from the noise of round times: one row's mistakes are soon noticed."""
+    return max(FAVOR, scatter) if num_rows > 1 else FAVOR
 
 
 @dataclass(slots=True)
