@@ -340,16 +340,16 @@ def test_nothing_is_drafted_if_only_plain_passes_were_measured_on_a_busy_machine
 
 
 def test_survival_is_the_estimate_times_its_trust_or_else_the_acceptance_by_depth() -> None:
-    """Member 0 estimates its drafts and has a trust of 22 / 44; of member 1 acceptance was counted.
+    """Member 0 estimates its drafts and has a trust of 21 / 42; of member 1 acceptance was counted.
 
     The merged option gains as much as the best member.
     """
     controller = with_costs(0.1, [0.01, 0.01])
     estimating, counting = controller.drafters.all[:2]
-    estimating.predicted, estimating.accepted = 40.0, 18.0
+    estimating.predicted, estimating.accepted = 40.0, 19.0
     counting.acceptance.count([(1, 0)] * 300 + [(4, 4)] * 100)
     options = controller.drafters.options(0, 7, Speculation(3, auto=True), 9, outlook_of([[9], [9]], [[0.93], None]))
-    assert options[0].survival == pytest.approx([22 / 44 * chance for chance in options[0].predicted])
+    assert options[0].survival == pytest.approx([21 / 42 * chance for chance in options[0].predicted])
     assert options[0].predicted == pytest.approx([0.93, 0.93**2, 0.93**3])
     assert options[1].survival == pytest.approx([0.25] * 3, rel=0.05)
     assert options[2].gain == pytest.approx(options[0].gain)

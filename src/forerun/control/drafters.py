@@ -19,9 +19,8 @@ from forerun.config import AUTO_DEPTH, Speculation
 from forerun.control.costs import SHARE, CostTable, Kind
 from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer
 from forerun.draft.base import MERGED, Budget, Outlook
-from forerun.economy import FADING, NO_TIME_S, Acceptance, damped, likeness
+from forerun.economy import FADING, NO_TIME_S, WEIGHT, Acceptance, damped, likeness
 
-WEIGHT = 4.0  # draft tokens that the initial trust in a drafter's estimates (1) counts as
 ALL_WEIGHT = 24.0  # draft tokens at each depth that the rates of all rows count as for one, until rows can be compared
 BEHIND = 16  # unread tokens above which the time goes to reading, not drafting; as many rounds share its cost
 OLD_WEIGHT = 8.0  # draft tokens at each depth that counts of a calibration, or from before a long pause, weigh as
@@ -164,7 +163,7 @@ class MeasuredDrafter:
 
     @property
     def trust(self) -> float:
-        """Accepted tokens over those that its estimates predicted."""
+        """Accepted tokens over those that its estimates predicted; at first 1, which counts as WEIGHT tokens."""
         return (self.accepted + WEIGHT) / (self.predicted + WEIGHT)
 
     @property
