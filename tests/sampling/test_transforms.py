@@ -233,3 +233,11 @@ def test_a_minimum_length_without_end_tokens_bans_nothing() -> None:
     draws = Draws(rows, VOCAB)
     banned = draws.transforms.edit(torch.zeros(2, VOCAB), draws.roots()).isneginf()
     assert banned.nonzero().tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_repetition_penalty_leaves_the_largest_finite_logits_finite(sign: float) -> None:
+    largest = sign * torch.finfo(torch.float32).max
+    draws = Draws([RowSampling(0, SamplingParams(repetition_penalty=0.5 if sign > 0 else 2.0), 5, 0, [7, 8], 1)], VOCAB)
+    edited = draws.transforms.edit(torch.full((1, VOCAB), largest), draws.roots())
+    assert edited.tolist() == [[largest] * VOCAB]

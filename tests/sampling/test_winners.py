@@ -35,6 +35,19 @@ def test_winners_are_the_first_largest_of_all_scores(
     assert torch.equal(found[:, 0], (logits + gumbel(keys, vocab)).argmax(1))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_winner_may_have_the_largest_quiet_noise_where_the_peak_has_the_faintest(seed: int) -> None:
+    keys = keys_of(seed, 1)
+    noise = gumbel(keys, WIDE)[0]
+    faintest = int(noise.argmin())
+    quiet = int(torch.where(noise < QUIET, noise, -torch.inf).argmax())
+    logits = torch.full((1, WIDE), -1e4)
+    logits[0, faintest] = 0.0
+    for above, winner in ((0.1, quiet), (-0.1, faintest)):
+        logits[0, quiet] = noise[faintest] - noise[quiet] + above
+        assert RoundNoise(WIDE, CPU).winners(logits, keys).tolist() == [[winner]]
+
+
 def test_equal_scores_go_to_the_lowest_id() -> None:
     """Logits are so large that noise is rounded away: every token of the row has the same score."""
     logits = torch.full((2, WIDE), 1e12)
