@@ -156,12 +156,18 @@ def test_draws_are_those_of_torch(kernels: SamplingKernels, sure: bool, shape: s
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(0, 2**40))
 def test_verdicts_are_those_of_torch(kernels: SamplingKernels, sure: bool, tree: DraftTree, seed: int) -> None:
-    """For random trees over so few ids that draft tokens are often accepted, with the counts of each node's path."""
+    """For random trees over so few ids that draft tokens are often accepted, with the counts of each node's path.
+
+    Also in a round inside another one of a rejection mode, which has noise of its own.
+    """
     rng, used = random.Random(seed), kernels if sure else Unsure(kernels.lib)
     rows = rows_of(rng, 6, len(tree.tokens), processors=True)
     logits = 3 * torch.randn(int(tree.valid.sum()), 6, generator=torch.Generator().manual_seed(seed % 1000))
-    found = [verify(tree, logits, Draws(rows, 6, kernels=k), "coupled").packed for k in (used, None)]
-    assert torch.equal(*found)
+    for inside in (False, True):
+        outer = [Draws(rows, 6, rejection=inside, kernels=k) for k in (used, None)]
+        draws = [each.within(range(len(rows)), [[1]] * len(rows)) if inside else each for each in outer]
+        found = [verify(tree, logits, each, "block" if inside else "coupled").packed for each in draws]
+        assert torch.equal(*found)
 
 
 @pytest.mark.short("*-False-6", "*-True-17000")
