@@ -1,8 +1,10 @@
 """A damaged checkpoint loads or raises a ModelError that names the file and the key; it never hangs or raises raw."""
 
 import json
+import os
 import re
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -271,3 +273,10 @@ def test_a_byte_that_flipped_in_a_header_does_not_raise_raw(position: int, byte:
         data[position] = byte
         (folder / "model.safetensors").write_bytes(data)
         judged(lambda: open_all(folder))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have names in Unicode only")
+def test_a_folder_whose_name_is_not_unicode_is_named_with_the_fix(tmp_path: Path) -> None:
+    folder = copied(TARGET, tmp_path / os.fsdecode(b"\xff\xfe"))
+    with pytest.raises(MissingWeights, match=r"has a name that is not UTF-8, .*: rename it, or its folder"):
+        open_all(folder)

@@ -75,7 +75,9 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except SafetensorError as error:
-        damage = f"is damaged or incomplete ({file.stat().st_size} bytes; {short(error)}): {AGAIN}"
-        raise MissingWeights(f"{file} {mistaken(file) or damage}") from error
+        problem = f"is damaged or incomplete ({file.stat().st_size} bytes; {short(error)}): {AGAIN}"
+        if any("\udc80" <= letter <= "\udcff" for letter in str(file)):
+            problem = "has a name that is not UTF-8, and safetensors does not open it: rename it, or its folder"
+        raise MissingWeights(f"{file} {mistaken(file) or problem}") from error
     except OSError as error:
         raise MissingWeights(f"{file} cannot be read ({short(error)}): make it a readable file") from error
