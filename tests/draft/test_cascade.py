@@ -6,6 +6,7 @@ The lengths that it chooses are compared with the best ones in simulated rounds 
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typing_extensions import override
 from draft.rounds import Row, committed, draws_of
 from forerun.device import Placement
 from forerun.draft.base import Budget, Committed, Draft, Drafter, Outlook
-from forerun.draft.many.cascade import FIRST_LENGTH, CascadeDrafter, MeasuredLengths, RoundTiming
+from forerun.draft.many.cascade import FIRST_LENGTH, CascadeDrafter, Chain, MeasuredLengths, RoundTiming, joined_tree
 from forerun.draft.model.model import ModelDrafter
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.economy import MOST, best_depth, cost_per_token
@@ -24,7 +25,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
-from forerun.tree import DraftTree
+from forerun.tree import DraftLaw, DraftTree
 from kit.checkpoints import SMALL, TARGET
 from kit.drafters import FixedLength, Stateless
 from kit.engines import CountingRunner, counting
@@ -263,6 +264,20 @@ def test_without_its_judge_a_cascade_drafts_what_the_lower_member_would_alone(sm
             assert chains_of(drafter.propose(late, [Budget(3)], tail)) == chains_of(
                 alone.propose(late, [Budget(3)], tail)
             )
+
+
+def test_judged_and_unjudged_chains_of_a_round_keep_the_laws_that_they_were_sampled_from() -> None:
+    """Law i is all at id i: the judge's are 1 and 2, the lower member's 3 and 4."""
+    laws = torch.eye(8)
+    draws = draws_of([Row(0, [1, 2]), Row(1, [1, 2])], 8, temperature=1.0, rejection=True)
+    judged = Chain(0, 0, [2], 0, [5, 6], [laws[1:2], laws[2:3]])
+    unjudged = DraftTree.of_texts([[2], [2, 5, 6]])
+    unjudged = replace(unjudged, q=DraftLaw(torch.tensor([[-1, -1, -1], [0, 1, -1]]), laws[3:5]))
+    tree = joined_tree(draws, [judged], unjudged)
+    assert tree.tokens.tolist() == [[2, 5, 6], [2, 5, 6]]
+    assert tree.q is not None
+    assert tree.q.row[:, 2].tolist() == [-1, -1]
+    assert tree.q.dense(8)[tree.q.row[:, :2]].argmax(2).tolist() == [[1, 2], [3, 4]]
 
 
 def test_draft_tokens_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: Runner) -> None:
