@@ -3,7 +3,6 @@
 Most tests answer with a scripted model, so that the expected output is known exactly; the last ones run the real pair.
 """
 
-import inspect
 import io
 import json
 import logging
@@ -19,7 +18,6 @@ from rich.console import Console
 from typer.testing import Result
 from typing_extensions import override
 
-from forerun import cli
 from forerun.accept.commit import Origin
 from forerun.accept.delta import Delta, Segment
 from forerun.accept.outcome import Outcome, RowOutcome, Stats
@@ -27,8 +25,6 @@ from forerun.accept.stop import StopChecker
 from forerun.cache.plan import MemoryShares, ModelMemory
 from forerun.card import Painter
 from forerun.commands.answering import Reply
-from forerun.commands.bench import BenchOptions
-from forerun.commands.prove import ProveOptions
 from forerun.errors import ModelNotFound
 from forerun.llm import LLM
 from forerun.options import LoadingOptions, ModelOptions
@@ -37,7 +33,6 @@ from forerun.serve.parts import AnswerForm
 from forerun.streams import show_warnings
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
-from heads.adapters import adapter_of
 from kit.checkpoints import SMALL, TARGET
 from kit.command import command, refusal
 
@@ -190,10 +185,6 @@ def test_options_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[1] == ModelOptions("some/model")
 
 
-def test_a_stop_string_ends_the_text(llm: ScriptedLLM) -> None:
-    assert generate("x", "--stop", "there").stdout == "Once upon a time, "
-
-
 @pytest.mark.parametrize("arguments", [(), ("-",)])
 def test_the_prompt_may_come_from_standard_input(llm: ScriptedLLM, arguments: tuple[str, ...]) -> None:
     generate(*arguments, stdin="two\nlines\n\n")
@@ -248,17 +239,6 @@ def test_interrupting_ends_the_answer_between_rounds(monkeypatch: pytest.MonkeyP
     assert result.stdout == "Once upon a time, there"
     assert model.closed == 1
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--temperature", "-1"], "error: temperature: -1.0 cannot be served"),
-        (["--max-tokens", "0"], "error: max_tokens: 0 cannot be served"),
-    ],
-)
-def test_mistakes_in_options_are_one_message_and_status_2(llm: ScriptedLLM, arguments: list[str], message: str) -> None:
-    assert message in refusal("generate", "--model", "some/model", "x", *arguments)
 
 
 def test_an_error_is_one_line_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,13 +364,7 @@ def test_a_refused_turn_leaves_no_trace(talking: ScriptedLLM, monkeypatch: pytes
 def test_chat_without_a_template_says_what_to_do_before_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Loaded(Exception):
-        pass
-
-    def build(*_: object) -> LLM:
-        raise Loaded
-
-    monkeypatch.setattr("forerun.commands.answering.build_llm", build)
+    monkeypatch.setattr("forerun.commands.answering.build_llm", lambda *_: 1 / 0)
     message = refusal("chat", "--model", str(TARGET), stdin="hi\n")
     assert f"error: no chat template in {TARGET / 'tokenizer_config.json'}" in message
     assert "chat_template.jinja" in message
@@ -398,7 +372,7 @@ def test_chat_without_a_template_says_what_to_do_before_it_loads(
         shutil.copy(TARGET / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHAT)
     other = command("chat", "--model", str(TARGET), "--tokenizer", str(tmp_path), stdin="hi\n")
-    assert isinstance(other.exception, Loaded)
+    assert isinstance(other.exception, ZeroDivisionError)
 
 
 def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
@@ -415,28 +389,3 @@ def test_the_real_pair_writes_the_same_text_with_and_without_a_draft() -> None:
     assert answer["stats"]["num_drafted"] > 0
     assert "plain decoding" in plain.stderr
     assert {"drafted"} < set(answer["origins"])
-
-
-def test_an_adapter_is_used_with_early_exit(tmp_path: Path) -> None:
-    """The adapter joins the drafter's name, the text stays the same, and any other drafter is refused in one line."""
-    folder = adapter_of(TARGET, tmp_path / "an adapter, trained", 2, range(3, 5))
-    common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--json", "--depth", "4")
-    plain = json.loads(command(*common).stdout)
-    drafted = json.loads(command(*common, "--draft", "early-exit:2", "--adapter", str(folder)).stdout)
-    spelt = json.loads(command(*common, "--draft", f'early-exit:"2:{folder}"').stdout)
-    assert drafted["text"] == spelt["text"] == plain["text"]
-    assert drafted["stats"]["num_accepted"] == spelt["stats"]["num_accepted"] > 0
-    for draft in ((), ("-d", "ngram"), ("-d", "early-exit"), ("-d", "early-exit:2:a"), ("-d", "cascade[ngram,ngram]")):
-        message = refusal(*common, *draft, "--adapter", "DIR")
-        assert message.startswith("error: --adapter DIR needs --draft early-exit:E")
-    assert "exit_layer is 2" in refusal(*common, "--draft", "early-exit:3", "--adapter", str(folder))
-
-
-def test_every_command_that_drafts_takes_an_adapter() -> None:
-    assert ModelOptions("m", draft="early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
-    assert ProveOptions(Path("p.txt"), "m", "early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
-    assert BenchOptions(draft="early-exit:2", adapter=Path("a,b")).draft == 'early-exit:"2:a,b"'
-    for each in cli.app.registered_commands:
-        names = inspect.signature(each.callback).parameters  # type: ignore[arg-type]
-        drafts = "draft" in names and each.name != "widen"  # which widens the drafter that it is given
-        assert drafts == ("adapter" in names), each.name

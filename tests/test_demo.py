@@ -184,9 +184,8 @@ def test_a_slowdown_is_stated_and_explained(drafted_s: float, faster: bool) -> N
 
 def test_an_overall_speedup_does_not_hide_a_slowdown_on_one_prompt() -> None:
     loss, gain = made_score(1.0, 4.0), made_score(1.0, 0.5)
-    text = shown(
-        demo_card("", [PromptScore("x/slow.py", 1.0, 7, loss), PromptScore("fast.py", 1.0, 7, gain)], gain, [])
-    )
+    scores = [PromptScore("x/slow.py", 1.0, 7, loss), PromptScore("fast.py", 1.0, 7, gain)]
+    text = shown(demo_card("", scores, gain, []))
     assert f"It is not faster on slow.py at temperature 1 (×{loss.speed_up:.2f})." in text
 
 
@@ -245,15 +244,10 @@ def terminal(width: int, height: int, **more: object) -> Console:
 
 def test_panels_are_only_for_interactive_terminals_with_colours() -> None:
     assert isinstance(view_of(terminal(80, 24), False, "", ""), Panels)
-    plain = [
-        view_of(terminal(80, 24), True, "", ""),
-        view_of(terminal(80, 24, no_color=True), False, "", ""),
-        view_of(terminal(80, 24, color_system=None), False, "", ""),
-        view_of(terminal(80, 24, force_terminal=False), False, "", ""),
-        view_of(terminal(59, 24), False, "", ""),
-        view_of(terminal(80, 13), False, "", ""),
-    ]
-    assert all(isinstance(view, FinalAnswers) for view in plain)
+    assert isinstance(view_of(terminal(80, 24), True, "", ""), FinalAnswers)
+    others: list[dict[str, object]] = [{"no_color": True}, {"color_system": None}, {"force_terminal": False}]
+    for console in (*(terminal(80, 24, **more) for more in others), terminal(59, 24), terminal(80, 13)):
+        assert isinstance(view_of(console, False, "", ""), FinalAnswers)
 
 
 @pytest.mark.parametrize("width", [1, 20, 60, 80, 200])
@@ -292,10 +286,8 @@ def test_without_a_terminal_the_command_prints_both_texts_and_the_numbers(run: C
     result = run()
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
-    assert [line for line in result.stdout.splitlines() if line.startswith(("1/2", "2/2"))] == [
-        "1/2, temperature 0  a/story.py",
-        "2/2, temperature 0  b/echo.py",
-    ]
+    titles = [line for line in result.stdout.splitlines() if line.startswith(("1/2", "2/2"))]
+    assert titles == ["1/2, temperature 0  a/story.py", "2/2, temperature 0  b/echo.py"]
     for part in result.stdout.split("/2, ")[1:]:
         sides = re.split(r"--- [a-z]+: 24 tokens, .* tokens/s\n", part)[1:]
         assert len(sides) == 2
@@ -321,9 +313,7 @@ def test_json_is_one_object_with_all_numbers(run: Callable[..., Result]) -> None
 
 
 def test_a_drafter_given_by_option_drafts_for_every_prompt(run: Callable[..., Result]) -> None:
-    result = run("--json", "--draft", "suffix")
-    assert result.exit_code == 0
-    answer = json.loads(result.stdout)
+    answer = json.loads(run("--json", "--draft", "suffix").stdout)
     assert answer["drafter"] == "suffix"
     assert answer["models"].endswith(", draft suffix")
     assert answer["total"]["same_tokens"]
@@ -345,8 +335,8 @@ def test_a_chat_model_is_asked_every_question_at_both_temperatures(
     result = command("demo", "--json", "-n", "6")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    wanted = [(name, temperature) for temperature in (0.0, 0.7) for name in QUESTIONS]
-    assert [(each["name"], each["temperature"]) for each in answer["prompts"]] == wanted
+    questions = [(name, temperature) for temperature in (0.0, 0.7) for name in QUESTIONS]
+    assert [(each["name"], each["temperature"]) for each in answer["prompts"]] == questions
     assert answer["depth"] == "auto"
     assert answer["total"]["same_tokens"]
     assert list(answer["totals"]) == ["0", "0.7"]

@@ -1,8 +1,9 @@
 """Adapters compared with exits without one, with deeper exits, with plain decoding, and with texts read at once."""
 
+import inspect
+import json
 import random
 from collections.abc import Sequence
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from draft.rounds import DrafterWithTarget, Row, committed, draws_of
+from forerun import cli
+from forerun.commands.bench import BenchOptions
+from forerun.commands.prove import ProveOptions
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.draft.model.drafted_text import DraftRow
@@ -21,10 +25,10 @@ from forerun.engine.engine import Engine
 from forerun.errors import ForerunError, ModelNotFound, UnknownDrafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter
 from forerun.models.runner import Read, Runner
+from forerun.options import ModelOptions
 from heads.adapters import (
     FORMATS,
     SHAPES,
-    Benches,
     adapter_of,
     assert_same_drafts,
     other_family_adapter,
@@ -33,15 +37,11 @@ from heads.adapters import (
     some_texts,
 )
 from kit.checkpoints import TARGET
+from kit.command import command, refusal
 from kit.texts import VOCAB, random_text
-from law.fuzz import Bench, rows_of, run
+from law.fuzz import Bench, bench_of, rows_of, run
 
 CHAINS, MIXED = SHAPES["chains"], SHAPES["mixed"]
-
-
-@pytest.fixture(scope="module")
-def bench_of() -> Benches:
-    return cache(lambda name: Bench.of(TARGET, TARGET, name))
 
 
 def context(bench: Bench) -> DraftContext:
@@ -76,9 +76,7 @@ def adapted(drafter: object) -> tuple[EarlyExitDrafter, Runner]:
 @pytest.mark.short("float32-next two layers", "bfloat16-next layer")
 @pytest.mark.parametrize("kind", ["silent", "next layer", "next two layers"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_drafts_are_those_of_an_exit_that_computes_the_same(
-    bench_of: Benches, name: str, kind: str, tmp_path: Path
-) -> None:
+def test_drafts_are_those_of_an_exit_that_computes_the_same(name: str, kind: str, tmp_path: Path) -> None:
     """To the bit, after any history: an adapter that adds nothing is none, the next layers are a later exit."""
     rng, bench, layer = random.Random(kind), bench_of(name), 2
     deeper = {"silent": 0, "next layer": 1, "next two layers": 2}[kind]
@@ -94,7 +92,7 @@ def test_drafts_are_those_of_an_exit_that_computes_the_same(
     assert assert_same_drafts(ours, theirs, rng, 8) > 20
 
 
-def test_accepted_draft_tokens_are_not_read_again(bench_of: Benches, tmp_path: Path) -> None:
+def test_accepted_draft_tokens_are_not_read_again(tmp_path: Path) -> None:
     """Draft tokens of a chain that were read are not read again. `check` compares the adapter's cache, in engines."""
     spec, text = f"early-exit:2:{other_family_adapter(tmp_path / 'a', 2)}", random_text(30, 0)
     drafter = with_target(bench_of("float32"), spec)
@@ -141,7 +139,7 @@ def check(engine: Engine, fresh: DrafterWithTarget) -> None:
 @pytest.mark.parametrize(("batch", "shapes"), [(1, MIXED), (5, MIXED), (5, CHAINS)], ids=["alone", "mixed", "chains"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_plain_decoding(
-    bench_of: Benches, name: str, batch: int, shapes: tuple[Speculation, ...], tmp_path: Path
+    name: str, batch: int, shapes: tuple[Speculation, ...], tmp_path: Path
 ) -> None:
     """In batches with prompts in chunks and caches too small for all sequences, of which the adapter's is smaller."""
     bench, spec = bench_of(name), f"early-exit:2:{adapter_of(TARGET, tmp_path / 'a', 2, range(3, 5))}"
@@ -162,7 +160,7 @@ def test_tokens_are_those_of_plain_decoding(
     assert adapter.cache.num_rows == 0
 
 
-def test_with_too_little_cache_or_positions_drafts_are_shallower(bench_of: Benches, tmp_path: Path) -> None:
+def test_with_too_little_cache_or_positions_drafts_are_shallower(tmp_path: Path) -> None:
     """With little space in the adapter's cache, and with few positions left."""
     bench, text = bench_of("float32"), random_text(60, 0)
     far = f"early-exit:2:{other_family_adapter(tmp_path / 'far', 2)}"
@@ -185,7 +183,7 @@ def test_with_too_little_cache_or_positions_drafts_are_shallower(bench_of: Bench
         assert drafter.outlook([0]).limit == [left]
 
 
-def test_an_adapter_needs_the_targets_states(bench_of: Benches, tmp_path: Path) -> None:
+def test_an_adapter_needs_the_targets_states(tmp_path: Path) -> None:
     """It declares taps, and cannot be a judge, which would need states of draft tokens."""
     bench, spec = bench_of("float32"), f"early-exit:2:{other_family_adapter(tmp_path / 'a', 2)}"
     assert with_target(bench, spec).taps == (2,)
@@ -194,7 +192,7 @@ def test_an_adapter_needs_the_targets_states(bench_of: Benches, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
-def test_memory_of_an_adapter_is_planned(bench_of: Benches, name: str, tmp_path: Path) -> None:
+def test_memory_of_an_adapter_is_planned(name: str, tmp_path: Path) -> None:
     """Planned are weights, rotary tables, and its own cache; embedding and head are the target's."""
     bench, folder = bench_of(name), other_family_adapter(tmp_path / "a", 3, layers=2, max_position_embeddings=100)
     spec = f"early-exit:3:{folder}"
@@ -226,6 +224,31 @@ def test_memory_of_an_adapter_is_planned(bench_of: Benches, name: str, tmp_path:
         ("early-exit:2:/no/such/folder", ModelNotFound, "/no/such/folder"),
     ],
 )
-def test_a_misspelt_adapter_is_refused(bench_of: Benches, spec: str, error: type[ForerunError], message: str) -> None:
+def test_a_misspelt_adapter_is_refused(spec: str, error: type[ForerunError], message: str) -> None:
     with pytest.raises(error, match=message):
         plan_drafter(spec, context(bench_of("float32")))
+
+
+def test_an_adapter_is_used_with_early_exit(tmp_path: Path) -> None:
+    """The adapter joins the drafter's name, the text stays the same, and any other drafter is refused in one line."""
+    folder = adapter_of(TARGET, tmp_path / "an adapter, trained", 2, range(3, 5))
+    common = ("generate", "-m", str(TARGET), "Once upon a time", "-n", "24", "--seed", "7", "--json", "--depth", "4")
+    plain = json.loads(command(*common).stdout)
+    drafted = json.loads(command(*common, "--draft", "early-exit:2", "--adapter", str(folder)).stdout)
+    spelt = json.loads(command(*common, "--draft", f'early-exit:"2:{folder}"').stdout)
+    assert drafted["text"] == spelt["text"] == plain["text"]
+    assert drafted["stats"]["num_accepted"] == spelt["stats"]["num_accepted"] > 0
+    for draft in ((), ("-d", "ngram"), ("-d", "early-exit"), ("-d", "early-exit:2:a"), ("-d", "cascade[ngram,ngram]")):
+        message = refusal(*common, *draft, "--adapter", "DIR")
+        assert message.startswith("error: --adapter DIR needs --draft early-exit:E")
+    assert "exit_layer is 2" in refusal(*common, "--draft", "early-exit:3", "--adapter", str(folder))
+
+
+def test_every_command_that_drafts_takes_an_adapter() -> None:
+    assert ModelOptions("m", draft="early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
+    assert ProveOptions(Path("p.txt"), "m", "early-exit:2", adapter=Path("DIR")).draft == "early-exit:2:DIR"
+    assert BenchOptions(draft="early-exit:2", adapter=Path("a,b")).draft == 'early-exit:"2:a,b"'
+    for each in cli.app.registered_commands:
+        names = inspect.signature(each.callback).parameters  # type: ignore[arg-type]
+        drafts = "draft" in names and each.name != "widen"  # which widens the drafter that it is given
+        assert drafts == ("adapter" in names), each.name

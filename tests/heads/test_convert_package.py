@@ -316,11 +316,7 @@ def changed(name: str, folder: Path, keys: dict[str, object]) -> Path:
 
 MIXED = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 READ_REFUSALS: list[tuple[str, dict[str, object], str]] = [
-    (
-        "dflash",
-        {"aux_hidden_state_layer_ids": [1, 5]},
-        "5 stands for the last layer's output, .* before the target's final",
-    ),
+    ("dflash", {"aux_hidden_state_layer_ids": [1, 5]}, "5 stands for the last layer's output, .* before the target's"),
     ("dflash", {"aux_hidden_state_layer_ids": [1, 6]}, "numbers from 0 to 4"),
     ("dflash", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is None; it must be a list"),
     ("dflash", {"mask_token_id": None}, "no tensor mask_embedding"),
@@ -398,8 +394,5 @@ def test_a_layer_without_embedding_and_head_is_written_with_its_targets(tmp_path
     written, table = load_file(tmp_path / "out" / "model.safetensors"), load_file(TARGET / "model.safetensors")
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(written[name], table[EMBEDDING])
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["speculators_config"]["verifier"] == {
-        "name_or_path": str(TARGET),
-        "architectures": ["LlamaForCausalLM"],
-    }
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]
+    assert config["verifier"] == {"name_or_path": str(TARGET), "architectures": ["LlamaForCausalLM"]}

@@ -12,7 +12,8 @@ from typer.testing import Result
 
 from kit.command import command, refusal
 from kit.round_clock import RoundClock
-from kit.standins import DialectName, StandIn, ToyModel
+from kit.standins import DialectName, StandIn
+from kit.toy_model import ToyModel
 
 PROMPTS = ["first", "second", "third of all", "and another one", "some text", "more of it"]
 MODEL = ToyModel.random(3)

@@ -36,7 +36,7 @@ from forerun.remote.law import (
 )
 from forerun.remote.proof import ServerProof
 from forerun.remote.time_limit import TimeLimit
-from kit.standins import WORDS, Rule, ToyModel, draw, softmax, speculate
+from kit.toy_model import WORDS, Rule, ToyModel, draw, softmax, speculate
 
 MODEL, FIRST, DEPTH = ToyModel.random(3), 0, 3
 

@@ -19,7 +19,8 @@ from forerun.traffic.figures import TrafficBlock
 from forerun.traffic.plan import SpeculationMode, TrafficPlan, TrafficTurn
 from kit.command import command, refusal
 from kit.round_clock import RoundClock
-from kit.standins import DialectName, StandIn, ToyModel
+from kit.standins import DialectName, StandIn
+from kit.toy_model import ToyModel
 
 ROUND_S, DEPTH = 0.004, 3
 MODEL = ToyModel.random(3, nearness=0.5)
