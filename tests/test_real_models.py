@@ -28,15 +28,13 @@ from forerun.models.inside import INSIDE
 from forerun.models.quantized.scheme import METHODS
 from heads.modules import shipped_with
 from kit.checkpoints import ROOT, SMALL, TARGET, read_json, rewritten
-from kit.gguf_files import write_gguf
+from kit.gguf_files import metadata_of, stories, vocabulary, write_gguf
 from kit.quantized_folders import write_quantized
 from kit.sparse import DENSE, write_architecture, write_sparse
 from kit.sparse import FAMILIES as SPARSE
 from kit.unchecked import unchecked
 from models.test_families import CASES
 from models.test_gguf import CASES as FILES
-from models.test_gguf import metadata_of
-from models.test_gguf_files import stories, vocabulary
 from models.test_quantized_folders import FAMILIES as QUANTISED
 from test_docs import blocks
 

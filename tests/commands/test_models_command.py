@@ -15,7 +15,7 @@ from forerun.models.source import find_checkpoint
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
 from kit.command import command, refusal
-from models.test_gguf_files import stories
+from kit.gguf_files import stories
 
 
 def invoke(*arguments: str, columns: str = "200") -> Result:

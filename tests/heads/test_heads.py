@@ -24,8 +24,7 @@ from heads.references import FORMS, GREEDY
 from heads.trained import eagle_of
 from kit.assertions import accepted_by_shape, assert_acceptance, num_accepted
 from kit.checkpoints import EMBEDDING, TARGET, read_json, rewritten
-from kit.gguf_files import ADD, by_turns, finish
-from models.test_gguf import metadata_of
+from kit.gguf_files import ADD, by_turns, finish, metadata_of
 
 
 @pytest.fixture(scope="module")

@@ -28,12 +28,10 @@ from forerun.sampling.params import SamplingParams
 from heads.modules import NAMES, apart, shipped_with
 from kit.assertions import num_accepted, tokens_of
 from kit.checkpoints import TARGET, read_json, rewritten
-from kit.gguf_files import write_gguf
+from kit.gguf_files import metadata_of, vocabulary, write_gguf
 from kit.references import attention, rms_norm, with_mlp
 from kit.sparse import write_architecture, write_sparse
 from kit.texts import STARTS
-from models.test_gguf import metadata_of
-from models.test_gguf_files import vocabulary
 
 LAYERS, HEADS, KV_HEADS, DEPTH = 5, 8, 4, 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

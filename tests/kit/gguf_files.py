@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kit.checkpoints import read_json, written
+from kit.checkpoints import TARGET, read_json, written
 
 EXPERT = re.compile(r"experts\.\d+\.")
 DRAWN = {  # formats that `gguf` only unpacks: where their factors are, and these for weights that vary by 1
@@ -25,6 +25,22 @@ DRAWN = {  # formats that `gguf` only unpacks: where their factors are, and thes
     "Q6_K": ((208,), (1 / 1400,)),
 }
 ADD = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
+KEYS = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -126,3 +142,58 @@ def write_rounded(folder: Path, into: Path, number_format: str) -> Path:
     return written(
         into, read_json(folder / "config.json"), {name: rounded(name, t) for name, t in tensors_of(folder).items()}
     )
+
+
+def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of a model with this config.json; `{}` stands for the architecture."""
+    values = {f"{{}}.{key}": config[json] for key, json in KEYS.items() if config.get(json) is not None}
+    if modules := config.get("num_nextn_predict_layers"):
+        values |= {"{}.nextn_predict_layers": modules, "{}.block_count": config["num_hidden_layers"] + modules}
+    if config.get("num_experts"):
+        values["{}.expert_count"] = config["num_experts"]
+    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
+    if "partial_rotary_factor" in rope:
+        values["{}.rope.dimension_count"] = int(rope["partial_rotary_factor"] * config["head_dim"])
+    values["{}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {"{}.rope.scaling.type": rope["rope_type"], "{}.rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        values["{}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if "llama_4_scaling_beta" in rope:
+        values["{}.rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        values["{}.attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if config["model_type"] in ("gpt_oss", "gemma2", "gemma3_text"):
+        values["{}.attention.sliding_window"] = config["sliding_window"]
+    return values
+
+
+def vocabulary(folder: Path) -> dict[str, Any]:
+    """A file's metadata for the tokenizer of a folder whose model is BPE with byte fallback."""
+    described: Any = read_json(folder / "tokenizer.json")
+    model = described["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    ranks = {left + right: -i for i, (left, right) in reversed([*enumerate(model["merges"])])}
+    special: Any = {each["content"] for each in described["added_tokens"]}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [float(ranks.get(token, -1e6)) for token in tokens],
+        "tokenizer.ggml.token_type": [
+            3 if token in special else 6 if token.startswith("<0x") else 1 for token in tokens
+        ],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    }
+
+
+def stories(path: Path, number_format: str = "Q8_0", **more: Any) -> Path:
+    """The target of most tests in GGUF, with its tokenizer."""
+    config: dict[str, Any] = read_json(TARGET / "config.json")
+    config.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0})
+    metadata = {
+        key: value for key, value in (metadata_of(config) | vocabulary(TARGET) | more).items() if value is not None
+    }
+    return write_gguf(TARGET, path, "llama", metadata, number_format)

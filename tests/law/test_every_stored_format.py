@@ -18,11 +18,9 @@ from forerun.models.gguf.config import ARCHITECTURES
 from forerun.models.gguf.formats import READABLE
 from forerun.models.loading import Blueprint
 from kit.checkpoints import TARGET, read_json
-from kit.gguf_files import write_gguf
+from kit.gguf_files import metadata_of, vocabulary, write_gguf
 from kit.quantized_folders import KINDS, write_mxfp4, write_quantized
 from kit.sparse import write_architecture, write_sparse
-from models.test_gguf import metadata_of
-from models.test_gguf_files import vocabulary
 
 SIZES = {"num_hidden_layers": 3, "intermediate_size": 256, "torch_dtype": "bfloat16"}
 REAL = ("smollm2-135m-instruct.Q4_1.gguf", "gemma-3-270m.Q4_K_M.gguf")

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from forerun.models.gguf.config import query_scalar
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.tensors import hugging_face_tensors
 from forerun.models.loading import Blueprint
-from kit.gguf_files import write_gguf, write_rounded
+from kit.gguf_files import metadata_of, write_gguf, write_rounded
 from models.test_families import (
     EXPERTS,
     GEMMA2,
@@ -52,45 +51,6 @@ CASES = {
     "glm 4": ("glm4", "glm4", {"head_dim": 32, "attention_bias": True}),
     "mistral, older": ("llama", "mistral", {"head_dim": 32, "sliding_window": None}),
 }
-KEYS = {
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "max_position_embeddings",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "expert_count": "num_local_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-
-
-def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of a model with this config.json; `{}` stands for the architecture."""
-    values = {f"{{}}.{key}": config[json] for key, json in KEYS.items() if config.get(json) is not None}
-    if modules := config.get("num_nextn_predict_layers"):
-        values |= {"{}.nextn_predict_layers": modules, "{}.block_count": config["num_hidden_layers"] + modules}
-    if config.get("num_experts"):
-        values["{}.expert_count"] = config["num_experts"]
-    rope = config["rope_parameters"].get("full_attention", config["rope_parameters"])
-    if "partial_rotary_factor" in rope:
-        values["{}.rope.dimension_count"] = int(rope["partial_rotary_factor"] * config["head_dim"])
-    values["{}.rope.freq_base"] = float(rope["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        values |= {"{}.rope.scaling.type": rope["rope_type"], "{}.rope.scaling.factor": float(rope["factor"])}
-    if rope["rope_type"] == "yarn":
-        values["{}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if "llama_4_scaling_beta" in rope:
-        values["{}.rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
-        values["{}.attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-    if config["model_type"] in ("gpt_oss", "gemma2", "gemma3_text"):
-        values["{}.attention.sliding_window"] = config["sliding_window"]
-    return values
 
 
 def both(case: str, tmp_path: Path, number_format: str) -> tuple[Path, Path]:

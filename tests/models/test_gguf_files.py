@@ -42,10 +42,9 @@ from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
 from forerun.models.spec import ModelSpec
 from forerun.text.tokenizer import Tokenizer
-from kit.checkpoints import TARGET, read_json
-from kit.gguf_files import finish, write_gguf
+from kit.checkpoints import TARGET
+from kit.gguf_files import finish, stories
 from models.damage import ABSENT, VALUES, judged
-from models.test_gguf import metadata_of
 
 # Where a block's numbers of float16 begin; else (0,).
 HALVES = {**dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q6_K": (208,), "MXFP4": ()}
@@ -93,38 +92,6 @@ def test_formats_have_the_codes_and_sizes_that_gguf_knows() -> None:
         assert (each.numbers, each.num_bytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     codes = {each.code: name for name, each in FORMATS.items()} | UNREADABLE
     assert codes == {kind.value: kind.name for kind in GGMLQuantizationType}
-
-
-def vocabulary(folder: Path) -> dict[str, Any]:
-    """A file's metadata for the tokenizer of a folder whose model is BPE with byte fallback."""
-    described: Any = read_json(folder / "tokenizer.json")
-    model = described["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    ranks = {left + right: -i for i, (left, right) in reversed([*enumerate(model["merges"])])}
-    special: Any = {each["content"] for each in described["added_tokens"]}
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [float(ranks.get(token, -1e6)) for token in tokens],
-        "tokenizer.ggml.token_type": [
-            3 if token in special else 6 if token.startswith("<0x") else 1 for token in tokens
-        ],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
-    }
-
-
-def stories(path: Path, number_format: str = "Q8_0", **more: Any) -> Path:
-    """The target of most tests in GGUF, with its tokenizer."""
-    config: dict[str, Any] = read_json(TARGET / "config.json")
-    config.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": 10_000.0})
-    metadata = {
-        key: value for key, value in (metadata_of(config) | vocabulary(TARGET) | more).items() if value is not None
-    }
-    return write_gguf(TARGET, path, "llama", metadata, number_format)
 
 
 def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -> None:
