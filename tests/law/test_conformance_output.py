@@ -15,7 +15,9 @@ import torch
 
 from forerun.config import Speculation, Verification
 from forerun.device import Placement
+from forerun.draft.many.mix import MixDrafter
 from forerun.draft.model.model import ModelDrafter
+from forerun.draft.text.ngram import NgramDrafter
 from forerun.llm import LLM
 from forerun.models.loading import Blueprint
 from forerun.models.runner import Runner
@@ -27,7 +29,7 @@ from kit.unchecked import unchecked
 from law.drafters import DRAFTERS, DTYPES, EVERY_DTYPE, as_draft, built, context
 from law.equality import Answer, Asked, decode, decode_plain
 from law.faulty import Faulty
-from law.fuzz import Bench
+from law.fuzz import bench_of
 from law.hostile import HOSTILE, Hostile
 from law.rebuilt import size_of, without_past
 
@@ -103,11 +105,6 @@ def test_the_output_is_that_of_plain_decoding(name: str, dtype: str) -> None:
     assert llm.stats.num_accepted > 0
 
 
-@cache
-def bench_of(dtype: str) -> Bench:
-    return Bench.of(dtype=dtype)
-
-
 CROWD = [
     Asked(story(length, seed), SamplingParams(temperature=seed % 3 / 2, seed=seed, max_tokens=36, logprobs=0))
     for seed, length in enumerate((40, 1, 9, 30, 3, 22, 12, 5))
@@ -164,12 +161,15 @@ def test_greedy_output_under_rejection_rules_is_that_of_plain_decoding(
 @every_dtype
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_hostile_drafter_changes_the_output(name: str, dtype: str) -> None:
+    """Alone, and in a mix."""
     drafter = Hostile(HOSTILE[name], full_texts(MIXED, dtype))
-    llm = LLM(str(TARGET), drafter, dtype=dtype)
-    for speculation in (Speculation(4), Speculation(3, 3, 9)):
-        assert answers(llm, MIXED, 5, speculation, 10) == [a[:10] for a in plain(MIXED, dtype)[:5]]
-    assert drafter.num_proposed > 2
-    assert llm.engine.drafter is drafter, "its drafts raised errors, and drafting was switched off"
+    mix = MixDrafter([NgramDrafter(), drafter], ["ngram", "hostile"])
+    for draft in (drafter,) if name == "one_dimension" else (drafter, mix):  # in a mix that is an error
+        llm, drafter.num_proposed = LLM(str(TARGET), draft, dtype=dtype), 0
+        for speculation in (Speculation(4), Speculation(3, 3, 9)):
+            assert answers(llm, MIXED, 5, speculation, 10) == [a[:10] for a in plain(MIXED, dtype)[:5]]
+        assert drafter.num_proposed > 2
+        assert llm.engine.drafter is draft, "its drafts raised errors, and drafting was switched off"
 
 
 @pytest.mark.short(

@@ -21,9 +21,7 @@ from torch import Tensor
 
 from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import Drafter
-from forerun.draft.plan import DraftContext
 from forerun.draft.text.ngram import NgramDrafter
-from forerun.drafters import plan_drafter
 from forerun.models.bundled import BUNDLED
 from forerun.models.choice import cpu_backend
 from forerun.models.config import read_config
@@ -121,17 +119,6 @@ def bench_of(pair: str, dtype: str) -> Bench:
     return Bench.of(PAIRS[pair].target, PAIRS[pair].draft, dtype)
 
 
-def drafter_of(pair: str, dtype: str, spec: str = "", num_tokens: int = 8192) -> Drafter:
-    """The pair's draft model, or a drafter as a user spells it, with a cache for so many tokens."""
-    bench = bench_of(pair, dtype)
-    if not spec:
-        return bench.model_drafter(num_tokens)
-    plan = plan_drafter(spec, DraftContext(bench.target, bench.target.tokenizer()))
-    drafter = plan.build(dict.fromkeys(plan.models, num_tokens), None, bench.runner)
-    assert drafter is not None, f"{spec} builds no drafter"
-    return drafter
-
-
 def part_of(pair: str, part: int) -> list[Asked]:
     each = NUM_PROMPTS // NUM_PARTS
     return PAIRS[pair].requests()[part * each : (part + 1) * each]
@@ -159,7 +146,7 @@ def test_drafted_equals_plain_for_a_sample_of_prompts(pair: str, dtype: str) -> 
         chosen[0] = part_of(pair, 0)[4]
     expected = decode_plain(bench, chosen)
     for speculation in (CHAINS[4], TREES[len(dtype) % 3]):
-        got = decode(bench, chosen, speculation, drafter_of(pair, dtype), max_num_seqs=3, chunk_tokens=77)
+        got = decode(bench, chosen, speculation, bench.model_drafter(8192), max_num_seqs=3, chunk_tokens=77)
         assert got.answers == expected, speculation
         assert 20 < got.stats.num_accepted < got.stats.num_drafted
 
@@ -172,26 +159,11 @@ def test_drafted_equals_plain_at_every_depth_and_tree(
     pair: str, dtype: str, part: int, speculations: list[Speculation]
 ) -> None:
     """One drafter serves all runs: each must leave it empty."""
-    drafter = drafter_of(pair, dtype)
+    drafter = bench_of(pair, dtype).model_drafter(8192)
     for speculation in speculations:
         got = drafted(pair, dtype, part, drafter, speculation)
         assert got.answers == plain(pair, dtype, part), speculation
         assert 100 < got.stats.num_accepted < got.stats.num_drafted
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", ["ngram", "model:stdlib-middle"])
-@every_part
-@every_format
-def test_drafted_equals_plain_with_other_drafters(pair: str, dtype: str, part: int, spec: str) -> None:
-    """Two depths and a tree for each part; over all parts every depth and tree occurs."""
-    if pair == "stories" and spec != "ngram":
-        pytest.skip("it has the bundled models' vocabulary")
-    drafter = drafter_of(pair, dtype, spec)
-    for speculation in (CHAINS[part % 8], CHAINS[(part + 4) % 8], TREES[part % 3]):
-        got = drafted(pair, dtype, part, drafter, speculation)
-        assert got.answers == plain(pair, dtype, part), speculation
-        assert 20 < got.stats.num_accepted < got.stats.num_drafted
 
 
 @pytest.mark.short("stories-bfloat16-0")
@@ -199,12 +171,8 @@ def test_drafted_equals_plain_with_other_drafters(pair: str, dtype: str, part: i
 @every_format
 def test_drafted_equals_plain_under_preemption(pair: str, dtype: str, part: int) -> None:
     """The drafter's cache is too small for all rows, too."""
-    bench, drafter, num_tokens = (
-        bench_of(pair, dtype),
-        drafter_of(pair, dtype, num_tokens=1280),
-        PAIRS[pair].scarce_tokens,
-    )
-    got = decode(bench, part_of(pair, part), SPECULATIONS[part], drafter, num_tokens=num_tokens, chunk_tokens=400)
+    bench, options = bench_of(pair, dtype), {"num_tokens": PAIRS[pair].scarce_tokens, "chunk_tokens": 400}
+    got = decode(bench, part_of(pair, part), SPECULATIONS[part], bench.model_drafter(1280), **options)
     assert got.answers == plain(pair, dtype, part)
     assert got.num_preempted > 0
     assert got.stats.num_accepted > 50

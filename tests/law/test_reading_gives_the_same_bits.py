@@ -198,13 +198,3 @@ def test_cache_rows_keep_their_bits_when_they_are_moved(decoders: list[Decoder])
             fresh.read([Read(0, text)])
             fresh.keep([0], [range(len(text))])
             assert torch.equal(rows_of(r, i), rows_of(fresh, 0))
-
-
-def test_taps_are_the_streams_between_layers(decoders: list[Decoder]) -> None:
-    decoder = decoders[0]
-    reads, taps = [Read(0, [5, 6, 7], judged=range(3))], (0, 2, decoder.config.layers, -1)
-    states = Runner.of(decoder, 4096, 16).read(reads, taps=taps)
-    assert states.taps is not None
-    assert torch.equal(states.taps[:, 0], decoder.embedding[torch.tensor([5, 6, 7])])
-    assert torch.equal(decoder.logits(states.taps[:, 2]), states.logits)
-    assert torch.equal(decoder.head(states.taps[:, 3]).float(), states.logits)

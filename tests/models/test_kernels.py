@@ -155,8 +155,9 @@ def test_long_texts_have_the_same_bits_with_any_threads(
                 assert torch.equal(logits_in_pieces(runner, tokens, [500, *sizes]), alone), (num_threads, sizes)
 
 
-def test_taps_and_partial_passes_are_those_of_a_full_pass() -> None:
-    runner = load(TARGET, "float32", "native")
+@pytest.mark.parametrize("choice", ["native", "torch"])
+def test_taps_and_partial_passes_are_those_of_a_full_pass(choice: KernelChoice) -> None:
+    runner = load(TARGET, "float32", choice)
     decoder, tokens = runner.decoder, [5, 9, 300, 7, 8]
     num_layers = decoder.config.layers
     states = runner.read([Read(0, tokens, judged=range(5))], taps=(0, 2, num_layers, -1))
