@@ -134,12 +134,7 @@ def test_a_plain_pass_at_the_limit_has_a_share_of_one() -> None:
 
 def test_every_answer_that_differs_is_named() -> None:
     group = Group("code", 2, 0.0)
-    answers = {
-        (0, 0): [[1, 2], [3, 4]],
-        (0, 3): [[1, 2], [3, 5]],
-        (1, 0): [[1, 2], [3, 4]],
-        (1, 3): [[1, 9], [3, 4]],
-    }
+    answers = {(0, 0): [[1, 2], [3, 4]], (0, 3): [[1, 2], [3, 5]], (1, 0): [[1, 2], [3, 4]], (1, 3): [[1, 9], [3, 4]]}
     runs = [
         taped(even(depth, 2, 0, 1.0, 0.0), group, Turn(r, depth), outputs) for (r, depth), outputs in answers.items()
     ]

@@ -8,13 +8,7 @@ import pytest
 from control.worlds import World, calibrated, share_of_best, simulate
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.control.choices import FAVOR
-from forerun.control.forecast import (
-    Forecast,
-    bounding,
-    forecast,
-    forecast_line,
-    gain,
-)
+from forerun.control.forecast import Forecast, bounding, forecast, forecast_line, gain
 from forerun.control.measured import MeasuredDepth
 from forerun.control.trials import FEW, HOLD, TEXTS, WINDOW, Advice
 from forerun.draft.base import Budget

@@ -7,6 +7,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,14 @@ from kit.texts import VOCAB, story
 LENGTHS = range(8)
 
 
-@pytest.fixture(scope="module")
-def small() -> Runner:
-    return Blueprint.of(str(SMALL), dtype="float32").load(64)
+@cache
+def loaded(folder: Path) -> Runner:
+    return Blueprint.of(str(folder), dtype="float32").load(64)
 
 
-@pytest.fixture(scope="module")
-def large() -> Runner:
-    return Blueprint.of(str(TARGET), dtype="float32").load(64)
-
-
-def model(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
-    """A model drafter with these weights and its own cache."""
-    return ModelDrafter(CountingRunner.of(loaded.decoder, num_tokens), VOCAB)
+def model(folder: Path, num_tokens: int = 2048) -> ModelDrafter:
+    """A model drafter with its own cache."""
+    return ModelDrafter(CountingRunner.of(loaded(folder).decoder, num_tokens), VOCAB)
 
 
 def cascade(lower: Drafter, judge: ModelDrafter, length: int = 3) -> CascadeDrafter:
@@ -68,9 +64,9 @@ BUDGETS = [Budget(7), Budget(1), Budget(0), Budget(5, 3, 9), Budget(4, 2, 3)]
 CHAINS = [Budget(7), Budget(1), Budget(0), Budget(5), Budget(3)]
 
 
-def lowers(small: Runner, large: Runner) -> list[Drafter]:
+def lowers() -> list[Drafter]:
     """Lower members, from good to bad, and a cascade among them."""
-    return [model(large), model(small), NgramDrafter(), cascade(NgramDrafter(), model(small), 2), Silent(), Wild()]
+    return [model(TARGET), model(SMALL), NgramDrafter(), cascade(NgramDrafter(), model(SMALL), 2), Silent(), Wild()]
 
 
 class Silent(Stateless):
@@ -98,20 +94,18 @@ class Wild(Silent):
 @pytest.mark.short("0-0.0", "3-1.0", "5-1.0", "7-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_cascade_drafts_what_its_judge_would_draft_alone(
-    small: Runner, large: Runner, temperature: float, length: int
-) -> None:
+def test_a_cascade_drafts_what_its_judge_would_draft_alone(temperature: float, length: int) -> None:
     """Token for token, with any lower member and any number of tokens per inner round."""
-    alone = observed(model(large), ROWS).propose(draws_of(ROWS, VOCAB, temperature=temperature), CHAINS)
+    alone = observed(model(TARGET), ROWS).propose(draws_of(ROWS, VOCAB, temperature=temperature), CHAINS)
     assert [len(chain) - 1 for chain in chains_of(alone)] == [7, 1, 0, 5, 3]
-    for lower in lowers(small, large):
-        drafter = observed(cascade(lower, model(large), length), ROWS)
+    for lower in lowers():
+        drafter = observed(cascade(lower, model(TARGET), length), ROWS)
         found = drafter.propose(draws_of(ROWS, VOCAB, temperature=temperature), BUDGETS)
         assert chains_of(found) == chains_of(alone)
         assert found.tree.q is None
 
 
-def test_with_penalties_and_processors_it_drafts_what_its_judge_would_draft_alone(small: Runner, large: Runner) -> None:
+def test_with_penalties_and_processors_it_drafts_what_its_judge_would_draft_alone() -> None:
     """The effect of parameters depends on the text before a token, here also on tokens emitted inside the round."""
     seen: list[tuple[int, ...]] = []
 
@@ -124,23 +118,19 @@ def test_with_penalties_and_processors_it_drafts_what_its_judge_would_draft_alon
     changes: list[dict[str, Any]] = [{}, {"logits_processors": [banned_after_itself]}, {"min_tokens": 4}]
     for more in changes:
         draws = draws_of(ROWS, VOCAB)
-        rows = [type(r)(r.seq_id, SamplingParams(**{**vars_of(params), **more}), 9, 0, r.tokens, 1) for r in draws.rows]
-        alone = observed(model(large), ROWS).propose(Draws(rows, VOCAB), CHAINS)
-        for lower in (model(small), NgramDrafter()):
-            found = observed(cascade(lower, model(large)), ROWS).propose(Draws(rows, VOCAB), CHAINS)
+        rows = [type(r)(r.seq_id, replace(params, **more), 9, 0, r.tokens, 1) for r in draws.rows]
+        alone = observed(model(TARGET), ROWS).propose(Draws(rows, VOCAB), CHAINS)
+        for lower in (model(SMALL), NgramDrafter()):
+            found = observed(cascade(lower, model(TARGET)), ROWS).propose(Draws(rows, VOCAB), CHAINS)
             assert chains_of(found) == chains_of(alone)
     assert seen
 
 
-def vars_of(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in ("temperature", "frequency_penalty", "repetition_penalty", "top_k")}
-
-
 @pytest.mark.parametrize("length", [length for length in LENGTHS if length > 0])
-def test_a_good_lower_member_saves_passes(large: Runner, length: int) -> None:
+def test_a_good_lower_member_saves_passes(length: int) -> None:
     """With a lower member that is always right, each pass emits its tokens and one more, and reads only new tokens."""
-    judge, row = model(large), Row(0, story(30, 0))
-    drafter = observed(cascade(model(large), judge, length), [row])
+    judge, row = model(TARGET), Row(0, story(30, 0))
+    drafter = observed(cascade(model(TARGET), judge, length), [row])
     draws = draws_of([row], VOCAB, temperature=1.0)
     drafter.propose(draws, [Budget(1)])  # the prompt
     passes, read = counting(judge.runner).num_passes, counting(judge.runner).num_read
@@ -157,14 +147,12 @@ def test_a_good_lower_member_saves_passes(large: Runner, length: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rejection", [False, True])
-def test_if_the_lower_member_costs_time_the_judge_drafts_alone_in_one_call(
-    small: Runner, large: Runner, temperature: float, rejection: bool
-) -> None:
+def test_if_the_lower_member_costs_time_the_judge_drafts_alone_in_one_call(temperature: float, rejection: bool) -> None:
     """The lower member is not called, and tokens and laws are those of the judge without a cascade."""
     draws = draws_of(ROWS, VOCAB, temperature=temperature, rejection=rejection)
-    alone = observed(model(large), ROWS).propose(draws, CHAINS)
-    lower, lengths = model(small), MeasuredLengths()
-    drafter = observed(CascadeDrafter(lower, model(large), lengths), ROWS)
+    alone = observed(model(TARGET), ROWS).propose(draws, CHAINS)
+    lower, lengths = model(SMALL), MeasuredLengths()
+    drafter = observed(CascadeDrafter(lower, model(TARGET), lengths), ROWS)
     for _ in range(40):  # drafts of the lower member that take long and are always rejected
         lengths.count([row.seq_id for row in ROWS], [(4, 0)] * len(ROWS))
         lengths.time(RoundTiming(4, 9.0, 5, 0.01))
@@ -188,24 +176,23 @@ def laws_of(draft: Draft) -> list[torch.Tensor]:
     return [law.probs[row[row >= 0]] for row in rows]
 
 
-def test_a_lower_model_reads_emitted_tokens_once(small: Runner, large: Runner) -> None:
+def test_a_lower_model_reads_emitted_tokens_once() -> None:
     """After a tail it continues from what it read for the tail before."""
-    lower, row = model(small), Row(0, story(30, 0))
-    drafter = observed(cascade(lower, model(large), 1), [row])
+    lower, row = model(SMALL), Row(0, story(30, 0))
+    drafter = observed(cascade(lower, model(TARGET), 1), [row])
     draws = draws_of([row], VOCAB, temperature=1.0)
     drafter.propose(draws, [Budget(2)])
     read, passes = counting(lower.runner).num_read, counting(lower.runner).num_passes
     drafter.propose(draws, [Budget(12)])
     num_rounds = counting(lower.runner).num_passes - passes
     assert num_rounds >= 6
-    assert (
-        counting(lower.runner).num_read - read <= 2 * num_rounds
-    )  # the root, and the token that replaced a rejected one
+    most = 2 * num_rounds  # the root, and the token that replaced a rejected one
+    assert counting(lower.runner).num_read - read <= most
 
 
-def test_a_cascade_stays_within_its_judges_context(small: Runner, large: Runner) -> None:
+def test_a_cascade_stays_within_its_judges_context() -> None:
     """As deep as the judge alone, with a tail and without; where the judge's limit is 0, the lower member's counts."""
-    judge = model(small)  # 256 positions
+    judge = model(SMALL)  # 256 positions
     drafter = cascade(Silent(), judge, 3)
     for length, limit in ((250, 7), (254, 3), (255, 2), (256, 1), (257, 0), (300, 0)):
         row = Row(length, story(length, length))
@@ -216,19 +203,19 @@ def test_a_cascade_stays_within_its_judges_context(small: Runner, large: Runner)
         tail = committed([longer], [length - 1])
         assert drafter.propose(draws_of([longer], VOCAB), [Budget(9)], tail).tree.depth == max(0, limit - 2)
         drafter.forget([length])
-    beyond = observed(cascade(model(small), model(large), 3), [Row(0, story(300, 0))])
+    beyond = observed(cascade(model(SMALL), model(TARGET), 3), [Row(0, story(300, 0))])
     assert beyond.propose(draws_of([Row(0, story(300, 0))], VOCAB), [Budget(4)]).tree.depth == 4
 
 
-def test_with_too_little_cache_drafts_are_shallower_or_the_lower_members(small: Runner, large: Runner) -> None:
+def test_with_too_little_cache_drafts_are_shallower_or_the_lower_members() -> None:
     """A row is drafted by the judge as far as its cache allows, and otherwise by the lower member."""
     rows = [Row(s, story(50 + 5 * s, s)) for s in range(4)]
     draws, budgets = draws_of(rows, VOCAB, temperature=1.0), [Budget(12)] * 4
-    enough, below = (chains_of(observed(model(loaded), rows).propose(draws, budgets)) for loaded in (large, small))
+    enough, below = (chains_of(observed(model(each), rows).propose(draws, budgets)) for each in (TARGET, SMALL))
     for num_lower in (0, 64, 2048):
-        alone = chains_of(observed(model(small, num_lower), rows).propose(draws, budgets))
+        alone = chains_of(observed(model(SMALL, num_lower), rows).propose(draws, budgets))
         for num_tokens in (0, 64, 128, 192, 256, 2048):
-            drafter = cascade(model(small, num_lower), model(large, num_tokens), 3)
+            drafter = cascade(model(SMALL, num_lower), model(TARGET, num_tokens), 3)
             observed(drafter, rows)
             found = chains_of(drafter.propose(draws, budgets))
             judged = [len(chain) > 1 and chain == full[: len(chain)] for chain, full in zip(found, enough, strict=True)]
@@ -245,13 +232,13 @@ def test_with_too_little_cache_drafts_are_shallower_or_the_lower_members(small: 
             assert drafter.judge.runner.cache.num_free_tokens == num_tokens
 
 
-def test_without_its_judge_a_cascade_drafts_what_the_lower_member_would_alone(small: Runner, large: Runner) -> None:
+def test_without_its_judge_a_cascade_drafts_what_the_lower_member_would_alone() -> None:
     """Beyond the judge's context, or without memory for it: after tails too, and with the same laws and limits."""
     rows = [Row(s, story(250 + 3 * s, s)) for s in range(4)]  # the judge's context is long enough for two
-    for lower in (lambda: model(large), lambda: cascade(NgramDrafter(), model(large))):
+    for lower in (lambda: model(TARGET), lambda: cascade(NgramDrafter(), model(TARGET))):
         for rejection in (False, True):
             draws = draws_of(rows, VOCAB, temperature=1.0, rejection=rejection)
-            drafter, alone = observed(cascade(lower(), model(small)), rows), observed(lower(), rows)
+            drafter, alone = observed(cascade(lower(), model(SMALL)), rows), observed(lower(), rows)
             found, expected = (d.propose(draws, [Budget(4)] * 4) for d in (drafter, alone))
             assert chains_of(found)[3] == chains_of(expected)[3]
             assert drafter.outlook([3]).limit == alone.outlook([3]).limit
@@ -261,9 +248,8 @@ def test_without_its_judge_a_cascade_drafts_what_the_lower_member_would_alone(sm
                 assert torch.equal(one, other)
             longer = [Row(3, [*rows[3].text, 5, 6])]
             tail, late = committed(longer, [len(rows[3].text) - 1]), draws_of(longer, VOCAB, rejection=rejection)
-            assert chains_of(drafter.propose(late, [Budget(3)], tail)) == chains_of(
-                alone.propose(late, [Budget(3)], tail)
-            )
+            one_late, other_late = (chains_of(d.propose(late, [Budget(3)], tail)) for d in (drafter, alone))
+            assert one_late == other_late
 
 
 def test_judged_and_unjudged_chains_of_a_round_keep_the_laws_that_they_were_sampled_from() -> None:
@@ -280,10 +266,10 @@ def test_judged_and_unjudged_chains_of_a_round_keep_the_laws_that_they_were_samp
     assert tree.q.dense(8)[tree.q.row[:, :2]].argmax(2).tolist() == [[1, 2], [3, 4]]
 
 
-def test_draft_tokens_beyond_the_judges_vocabulary_are_rejected_and_not_read(large: Runner) -> None:
+def test_draft_tokens_beyond_the_judges_vocabulary_are_rejected_and_not_read() -> None:
     """With a target that has more ids than the judge, draft tokens of the lower member may have no embedding in it."""
     wide = 600
-    judge = model(large)
+    judge = model(TARGET)
     judge.vocab_size = wide
 
     class Beyond(Silent):
@@ -294,7 +280,7 @@ def test_draft_tokens_beyond_the_judges_vocabulary_are_rejected_and_not_read(lar
 
     for rejection in (False, True):
         row = Row(0, story(20, 4))
-        alone = observed(ModelDrafter(Runner.of(large.decoder, 256), wide), [row])
+        alone = observed(ModelDrafter(Runner.of(loaded(TARGET).decoder, 256), wide), [row])
         draws = draws_of([row], wide, rejection=rejection)
         found = observed(cascade(Beyond(), judge, 3), [row]).propose(draws, [Budget(4)])
         assert chains_of(found) == chains_of(alone.propose(draws, [Budget(4)]))
@@ -316,13 +302,11 @@ def test_with_passes_of_fixed_shape_it_drafts_what_its_judge_would_draft_alone()
         assert chains_of(found) == chains_of(alone)
 
 
-def test_times_and_accepted_runs_of_inner_rounds_are_recorded(
-    small: Runner, large: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_and_accepted_runs_of_inner_rounds_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of members that first read a long text are not recorded as drafting times."""
     timings: list[RoundTiming] = []
     runs: list[tuple[int, int]] = []
-    drafter = CascadeDrafter(model(large), model(large))
+    drafter = CascadeDrafter(model(TARGET), model(TARGET))
     assert isinstance(drafter.lengths, MeasuredLengths)
     monkeypatch.setattr(MeasuredLengths, "best", lambda self, seq_ids, most: [min(3, m) for m in most])
     monkeypatch.setattr(MeasuredLengths, "time", lambda self, timing: timings.append(timing))
@@ -338,26 +322,25 @@ def test_times_and_accepted_runs_of_inner_rounds_are_recorded(
     assert 0 < draft.pass_s <= sum(t.draft_s + t.pass_s for t in timings)
 
 
+def run_of(dice: random.Random, num: int, chance: float) -> tuple[int, int]:
+    """A number of draft tokens, and how many of them are accepted."""
+    return num, next((i for i in range(num) if dice.random() >= chance), num)
+
+
 def simulated(
     lengths: MeasuredLengths, rounds: int, chance: float, costs_s: tuple[float, float, float], batch: int = 1
 ) -> Sequence[Sequence[int]]:
     """Simulate rounds with this acceptance rate and these costs; the lengths chosen in each round."""
     dice, (draft_s, pass_s, token_s), found = random.Random(3), costs_s, []
     for _ in range(rounds):
-        found.append(lengths.best(range(batch), [MOST] * batch))
-        (length, *others) = found[-1]
+        length, *others = lengths.best(range(batch), [MOST] * batch)
+        found.append([length, *others])
         assert len(others) == batch - 1
         cut = [dice.randint(0, length) for _ in range(batch)]  # as where chains end
-        runs = []
-        for num in cut:
-            run = next((i for i in range(num) if dice.random() >= chance), num)
-            runs.append((num, run))
-        noise = dice.uniform(0.9, 1.1)
-        num_tokens = sum(cut) + batch
-        lengths.count(range(batch), runs)
-        lengths.time(
-            RoundTiming(max(cut), max(cut) * draft_s * noise, num_tokens, (pass_s + token_s * num_tokens) * noise)
-        )
+        lengths.count(range(batch), [run_of(dice, num, chance) for num in cut])
+        noise, num_tokens = dice.uniform(0.9, 1.1), sum(cut) + batch
+        read_s = pass_s + token_s * num_tokens
+        lengths.time(RoundTiming(max(cut), max(cut) * draft_s * noise, num_tokens, read_s * noise))
     return [*found, lengths.best(range(batch), [MOST] * batch)]
 
 
@@ -406,10 +389,7 @@ def test_each_sequence_has_a_length_by_its_own_acceptance() -> None:
     lengths, dice = MeasuredLengths(), random.Random(1)
     for _ in range(60):
         asked = lengths.best([0, 1], [MOST, MOST])
-        runs = []
-        for num, chance in zip(asked, (0.95, 0.05), strict=True):
-            runs.append((num, next((i for i in range(num) if dice.random() >= chance), num)))
-        lengths.count([0, 1], runs)
+        lengths.count([0, 1], [run_of(dice, *each) for each in zip(asked, (0.95, 0.05), strict=True)])
         lengths.time(RoundTiming(max(asked), 0.03 * max(asked), sum(asked) + 2, 0.1))
     good, bad, new = lengths.best([0, 1, 2], [MOST] * 3)
     assert bad <= 1

@@ -13,15 +13,14 @@ from forerun.draft.auto import RECORD, DrafterRecord
 from forerun.draft.many.cascade import CascadeDrafter
 from forerun.draft.many.mix import MixDrafter
 from forerun.draft.model.model import ModelDrafter
-from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.draft.vocab.translate import TranslatingDrafter
 from forerun.drafters import PLANNERS, plan_drafter
 from forerun.errors import ModelNotFound, UnknownDrafter
 from forerun.heads.adapter.drafter import EarlyExitDrafter
-from forerun.models.loading import Blueprint
 from kit.checkpoints import SMALL, TARGET
+from law.drafters import context
 
 NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}(-[a-z0-9]{1,4})?", fullmatch=True)
 ARGUMENTS = st.text(st.characters(exclude_characters='"', exclude_categories=["C"]), min_size=1, max_size=12)
@@ -87,12 +86,6 @@ def test_any_text_parses_or_is_refused_with_a_position(text: str) -> None:
     assert refusal is None or "at position" in refusal
 
 
-@pytest.fixture(scope="module")
-def context() -> DraftContext:
-    target = Blueprint.of(str(TARGET), dtype="float32")
-    return DraftContext(target, target.tokenizer())
-
-
 @pytest.mark.parametrize("num_lists", [33, 300, 10_000])
 def test_lists_that_are_nested_too_deeply_are_refused(num_lists: int, tmp_path: Path) -> None:
     text = "mix[" * num_lists + "ngram" + "]" * num_lists
@@ -105,23 +98,23 @@ def test_lists_that_are_nested_too_deeply_are_refused(num_lists: int, tmp_path: 
     assert parse_spec(str(inner)) == inner
 
 
-def test_names_become_drafters(context: DraftContext) -> None:
-    target = context.target.load(64)
-    ngram = plan_drafter("ngram:6", context).build({}, None, target)
+def test_names_become_drafters() -> None:
+    target = context().target.load(64)
+    ngram = plan_drafter("ngram:6", context()).build({}, None, target)
     assert isinstance(ngram, NgramDrafter)
     assert ngram.max_n == 6
-    assert isinstance(plan_drafter("ngram", context).build({}, None, target), NgramDrafter)
+    assert isinstance(plan_drafter("ngram", context()).build({}, None, target), NgramDrafter)
     name, progress = f"model:{SMALL}", []
-    plan = plan_drafter(name, context)
+    plan = plan_drafter(name, context())
     memory = plan.models[name]
     assert memory.bytes_per_token == 5 * 2 * 4 * 8 * 4  # layers, K and V, heads, their width, float32
     assert memory.bytes_per_position == 2 * 8 * 4  # cosine and sine of a head, float32
     assert memory.weights_bytes > 250_000 * 4
     model = plan.build({name: 256}, lambda what, done: progress.append((what, done)), target)
     assert isinstance(model, ModelDrafter)
-    assert model.vocab_size == context.target.config.vocab_size
+    assert model.vocab_size == context().target.config.vocab_size
     assert progress[-1][1] == 1.0
-    exits = plan_drafter("early-exit:2", context)
+    exits = plan_drafter("early-exit:2", context())
     assert (dict(exits.models), exits.fingerprint()) == ({}, "")
     drafter = exits.build({}, None, target)
     assert isinstance(drafter, EarlyExitDrafter)
@@ -161,23 +154,23 @@ def test_names_become_drafters(context: DraftContext) -> None:
         ("model:/no/such/folder", "/no/such/folder"),
     ],
 )
-def test_drafters_that_cannot_be_built_are_refused(context: DraftContext, text: str, message: str) -> None:
+def test_drafters_that_cannot_be_built_are_refused(text: str, message: str) -> None:
     with pytest.raises(ModelNotFound if "/no/" in text else UnknownDrafter, match=message):
-        plan_drafter(text, context)
+        plan_drafter(text, context())
 
 
-def test_a_cascade_plans_for_all_of_its_members(context: DraftContext) -> None:
+def test_a_cascade_plans_for_all_of_its_members() -> None:
     """One checkpoint may serve twice, with a cache for each."""
     small, large = f"model:{SMALL}", f"model:{TARGET}"
-    alone = {name: plan_drafter(name, context) for name in (small, large)}
-    plan = plan_drafter(f"cascade[cascade[{small},{small}],{large},{small}]", context)
+    alone = {name: plan_drafter(name, context()) for name in (small, large)}
+    plan = plan_drafter(f"cascade[cascade[{small},{small}],{large},{small}]", context())
     names = [small, f"{small} (2)", large, f"{small} (3)"]
     assert plan.models == dict.fromkeys(names, alone[small].models[small]) | alone[large].models
     prints = [alone[name].fingerprint() for name in (small, small, large, small)]
     assert plan.fingerprint() == " ".join(prints)
     assert plan.build_judge is None
     sizes = dict(zip(names, (64, 128, 192, 256), strict=True))
-    found, drafter = [], plan.build(sizes, None, context.target.load(64))
+    found, drafter = [], plan.build(sizes, None, context().target.load(64))
     for _ in range(3):
         assert isinstance(drafter, CascadeDrafter)
         assert isinstance(drafter.judge, ModelDrafter)
@@ -187,17 +180,17 @@ def test_a_cascade_plans_for_all_of_its_members(context: DraftContext) -> None:
     assert [drafter.runner.cache.blocks.num_blocks * 64, *found[::-1]] == [64, 128, 192, 256]
 
 
-def test_a_mix_plans_for_all_of_its_members(context: DraftContext) -> None:
+def test_a_mix_plans_for_all_of_its_members() -> None:
     """Caches and members have their own names, although one checkpoint serves three times."""
     small = f"model:{SMALL}"
-    alone = plan_drafter(small, context)
-    plan = plan_drafter(f"mix[ngram,{small},cascade[ngram,{small}],{small}]", context)
+    alone = plan_drafter(small, context())
+    plan = plan_drafter(f"mix[ngram,{small},cascade[ngram,{small}],{small}]", context())
     names = [small, f"{small} (2)", f"{small} (3)"]
     assert plan.models == dict.fromkeys(names, alone.models[small])
     assert plan.fingerprint() == " ".join([alone.fingerprint()] * 3)
     assert (plan.num_members, plan.build_judge) == (4, None)
     sizes = dict(zip(names, (64, 128, 192), strict=True))
-    drafter = plan.build(sizes, None, context.target.load(64))
+    drafter = plan.build(sizes, None, context().target.load(64))
     assert isinstance(drafter, MixDrafter)
     assert drafter.names == ("ngram", small, f"cascade[ngram,{small}]", f"{small} (2)", "merged")
     _, first, cascade, last = drafter.members
@@ -206,7 +199,7 @@ def test_a_mix_plans_for_all_of_its_members(context: DraftContext) -> None:
     assert [member.runner.cache.blocks.num_blocks * 64 for member in models] == [64, 128, 192]
 
 
-def test_a_draft_model_with_other_ids_is_translated(context: DraftContext, tmp_path: Path) -> None:
+def test_a_draft_model_with_other_ids_is_translated(tmp_path: Path) -> None:
     """A tokenizer in which two names are swapped; everything else is the target's."""
     for file in SMALL.iterdir():
         shutil.copy(file, tmp_path)
@@ -216,7 +209,7 @@ def test_a_draft_model_with_other_ids_is_translated(context: DraftContext, tmp_p
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     name = f"model:{tmp_path}"
-    drafter = plan_drafter(name, context).build({name: 256}, None, context.target.load(64))
+    drafter = plan_drafter(name, context()).build({name: 256}, None, context().target.load(64))
     assert isinstance(drafter, TranslatingDrafter)
     assert drafter.model.shared is not None
     known = drafter.model.shared.known

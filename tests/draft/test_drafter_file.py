@@ -11,7 +11,6 @@ import pytest
 
 from forerun import LLM
 from forerun.draft.auto import RECORD, resolve_auto, resolved_draft
-from forerun.draft.plan import DraftContext
 from forerun.draft.spec import DraftSpec, parse_spec
 from forerun.drafters import draft_label, plan_drafter
 from forerun.errors import CodeRefused, DrafterFileError, ForerunError, UnknownDrafter
@@ -19,15 +18,10 @@ from forerun.models.loading import Blueprint
 from kit.checkpoints import DATA, ROOT, TARGET
 from kit.command import command, refusal
 from kit.unchecked import unchecked
+from law.drafters import context
 
 AGAIN = (DATA / "again.py").read_text(encoding="utf-8")
 EVIL = "import pathlib; pathlib.Path(__file__).with_name('executed').touch()\nclass Evil: ...\n"
-
-
-@pytest.fixture(scope="module")
-def context() -> DraftContext:
-    target = Blueprint.of(str(TARGET))
-    return DraftContext(target, target.tokenizer())
 
 
 def written(folder: Path, text: str, name: str = "mine.py") -> Path:
@@ -76,14 +70,14 @@ def test_the_page_shows_the_file_that_the_tests_run() -> None:
     ],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_reason(
-    source: str | None, argument: str, problem: str, tmp_path: Path, context: DraftContext
+    source: str | None, argument: str, problem: str, tmp_path: Path
 ) -> None:
     if source is not None:
         written(tmp_path, source)
     before = set(sys.modules)
     spec = DraftSpec("python", argument=f"{tmp_path / 'mine.py'}{argument}")
     with pytest.raises((DrafterFileError, UnknownDrafter), match=problem) as raised:
-        plan_drafter(str(spec), context)
+        plan_drafter(str(spec), context())
     assert str(raised.value).startswith(f"drafter {str(spec)!r}: ")
     if "raised" in problem:
         assert not {name for name in set(sys.modules) - before if "drafter" in name} or "A()" in str(raised.value)
@@ -91,9 +85,9 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
 
 
 @pytest.mark.parametrize(("draft", "problem"), [("python", "the argument is"), ("python[ngram]", "takes no list")])
-def test_a_specification_without_a_file_is_refused(draft: str, problem: str, context: DraftContext) -> None:
+def test_a_specification_without_a_file_is_refused(draft: str, problem: str) -> None:
     with pytest.raises(UnknownDrafter, match=problem):
-        plan_drafter(draft, context)
+        plan_drafter(draft, context())
 
 
 def test_the_command_line_shows_the_traceback_of_the_file_and_one_line(tmp_path: Path) -> None:
@@ -109,38 +103,34 @@ def test_the_command_line_shows_the_traceback_of_the_file_and_one_line(tmp_path:
     assert result.stderr.startswith(f'  File "{broken}", line 2\n')
 
 
-def test_the_constructor_gets_the_tokenizer_if_it_has_such_a_parameter_and_nothing_else(
-    tmp_path: Path, context: DraftContext
-) -> None:
+def test_the_constructor_gets_the_tokenizer_if_it_has_such_a_parameter_and_nothing_else(tmp_path: Path) -> None:
     extended = "\nclass Mine(Again):\n    def __init__(self, least=2, *more, tokenizer, **rest):\n        self.got = "
     file = written(tmp_path, AGAIN + extended + "least, more, tokenizer, rest\n")
-    plan = plan_drafter(f"python:{file}:Mine", context)
+    plan = plan_drafter(f"python:{file}:Mine", context())
     drafter = plan.build({}, None, None)  # type: ignore[arg-type]
-    assert drafter.got == (2, (), context.tokenizer, {})
+    assert drafter.got == (2, (), context().tokenizer, {})
 
 
-def test_a_file_is_executed_once_until_it_changes_and_each_engine_has_a_drafter_of_its_own(
-    tmp_path: Path, context: DraftContext
-) -> None:
+def test_a_file_is_executed_once_until_it_changes_and_each_engine_has_a_drafter_of_its_own(tmp_path: Path) -> None:
     counting = (
         f"{AGAIN}\nimport pathlib\nwith pathlib.Path(__file__).with_name('log').open('a') as log: log.write('x')\n"
     )
     draft = f"python:{written(tmp_path, counting)}:Again"
-    first, second = plan_drafter(draft, context), plan_drafter(draft, context)
+    first, second = plan_drafter(draft, context()), plan_drafter(draft, context())
     drafters = [plan.build({}, None, None) for plan in (first, second)]  # type: ignore[arg-type]
     assert drafters[0] is not drafters[1]
     assert type(drafters[0]) is type(drafters[1])
     assert (tmp_path / "log").read_text() == "x"
     written(tmp_path, counting + "# changed\n")
-    assert plan_drafter(draft, context).fingerprint() != first.fingerprint() == second.fingerprint()
+    assert plan_drafter(draft, context()).fingerprint() != first.fingerprint() == second.fingerprint()
     assert (tmp_path / "log").read_text() == "xx"
 
 
-def test_a_file_imports_its_neighbours(tmp_path: Path, context: DraftContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     written(tmp_path, AGAIN, "drafter_that_is_imported.py")
     file = written(tmp_path, "from drafter_that_is_imported import Again\nclass Mine(Again): ...\n")
-    plan = plan_drafter(f"python:{file}:Mine", context)
+    plan = plan_drafter(f"python:{file}:Mine", context())
     drafter = plan.build({}, None, None)  # type: ignore[arg-type]
     assert [each.__name__ for each in type(drafter).mro()[:2]] == ["Mine", "Again"]
     assert sys.path[-1] == str(tmp_path.resolve())
@@ -238,28 +228,26 @@ def test_a_request_cannot_name_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_file_whose_execution_was_interrupted_is_executed_again(tmp_path: Path, context: DraftContext) -> None:
+def test_a_file_whose_execution_was_interrupted_is_executed_again(tmp_path: Path) -> None:
     waiting = "import pathlib\nif pathlib.Path(__file__).with_name('wait').exists(): raise KeyboardInterrupt\n"
     draft = f"python:{written(tmp_path, waiting + AGAIN)}:Again"
     (tmp_path / "wait").touch()
     with pytest.raises(KeyboardInterrupt):
-        plan_drafter(draft, context)
+        plan_drafter(draft, context())
     (tmp_path / "wait").unlink()
-    assert type(plan_drafter(draft, context).build({}, None, None)).__name__ == "Again"  # type: ignore[arg-type]
+    assert type(plan_drafter(draft, context()).build({}, None, None)).__name__ == "Again"  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have names in Unicode only")
-def test_a_folder_may_have_a_name_that_is_not_unicode(tmp_path: Path, context: DraftContext) -> None:
+def test_a_folder_may_have_a_name_that_is_not_unicode(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff\xfe")
     folder.mkdir()
     draft = f"python:{written(folder, AGAIN)}:Again"
-    assert plan_drafter(draft, context).build({}, None, None).names == ("again",)  # type: ignore[arg-type]
+    assert plan_drafter(draft, context()).build({}, None, None).names == ("again",)  # type: ignore[arg-type]
 
 
-def test_a_class_whose_parameters_are_unknown_is_called_without_arguments(
-    tmp_path: Path, context: DraftContext
-) -> None:
+def test_a_class_whose_parameters_are_unknown_is_called_without_arguments(tmp_path: Path) -> None:
     file = written(tmp_path, f"{AGAIN}\nclass Mine(dict, Again): ...\nclass Other(dict): ...\n")
-    assert plan_drafter(f"python:{file}:Mine", context).build({}, None, None).names  # type: ignore[arg-type]
+    assert plan_drafter(f"python:{file}:Mine", context()).build({}, None, None).names  # type: ignore[arg-type]
     with pytest.raises(DrafterFileError, match="Other is not a drafter: it has no taps, names"):
-        plan_drafter(f"python:{file}:Other", context)
+        plan_drafter(f"python:{file}:Other", context())

@@ -3,46 +3,37 @@
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
 from draft.rounds import DrafterWithTarget, Row, committed, draws_of
-from forerun.config import EngineOptions, Speculation, Verification
+from forerun.config import EngineOptions, Speculation
 from forerun.draft.base import MERGED, Budget, Committed, Draft, Drafter, Outlook
 from forerun.draft.many.cascade import CascadeDrafter
 from forerun.draft.many.mix import ANY_SURVIVAL, MixDrafter, add_node, judged_run, merge, mixed_root
-from forerun.draft.plan import DraftContext
 from forerun.draft.text.ngram import NgramDrafter
 from forerun.draft.text.suffix import SuffixDrafter
 from forerun.drafters import plan_drafter
 from forerun.engine.engine import Engine
 from forerun.heads.adapter.drafter import EarlyExitDrafter
-from forerun.llm import LLM
 from forerun.models.decoder import Outputs
-from forerun.models.loading import Blueprint
 from forerun.models.runner import DeviceTokens, PartialPass, Read, Runner
 from forerun.request import Request
 from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree, HostTree
-from kit.checkpoints import SMALL, TARGET
+from kit.checkpoints import SMALL
 from kit.drafters import FixedLength
 from kit.texts import story
 from kit.unchecked import unchecked
-from law.fuzz import Bench, run, run_checked
+from law.drafters import context
+from law.fuzz import bench_of, run, run_checked
 
 SPECS = ("ngram", f"model:{SMALL}", "early-exit:2", "suffix", f"cascade[ngram,model:{SMALL}]")
 MIX = f"mix[{','.join(SPECS)}]"
 VOCAB = 512
-
-
-@cache
-def context() -> DraftContext:
-    target = Blueprint.of(str(TARGET), dtype="float32")
-    return DraftContext(target, target.tokenizer())
 
 
 def built(spec: str) -> DrafterWithTarget:
@@ -283,56 +274,12 @@ def test_outlooks_report_what_members_of_a_merged_tree_would_have_had_accepted_a
         assert found == list(expected.values())
 
 
-EXITS = ("ngram", "early-exit:1", "early-exit:3")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("verification", "temperature"), [("coupled", 0.0), ("coupled", 1.0), ("token", 0.0), ("block", 0.0)]
-)
-def test_rows_of_all_members_in_one_batch_give_the_tokens_of_plain_decoding(
-    verification: Verification, temperature: float
-) -> None:
-    """Requests that name a drafter are drafted by it."""
-    llm = LLM(str(TARGET), f"mix[{','.join(EXITS)},cascade[suffix,model:{SMALL}]]", verification=verification)
-    prompts = ["Once upon a time", "Lily and Tom went to the park. Lily and Tom", "The", "She said", "One day"]
-    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True) for i in range(5)]
-    plain = LLM(str(TARGET)).generate(prompts, params)
-    for depth, width in ((4, 1), (3, 2)):
-        before = {member: stats.num_rounds for member, stats in llm.stats.drafters.items()}
-        for shift in (0, 2):
-            speculations = [
-                Speculation(depth, width, drafter=llm.requests.drafter_names[(i + shift) % 5]) for i in range(5)
-            ]
-            found = generate_each(llm, prompts, params, speculations)
-            assert found == [list(answer.outputs[0].token_ids) for answer in plain]
-        assert all(llm.stats.drafters[member].num_rounds > before.get(member, 0) for member in range(5))
-    by_member = llm.stats.drafters.values()
-    assert sum(stats.num_drafted for stats in by_member) == llm.stats.num_drafted
-    assert sum(stats.num_accepted for stats in by_member) == llm.stats.num_accepted > 0
-
-
-def generate_each(
-    llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams], speculations: Sequence[Speculation]
-) -> list[list[int]]:
-    """The answers to requests with one Speculation each, in one batch."""
-    sequences = [
-        llm.requests.sequences(Request.of(*asked))[0] for asked in zip(prompts, params, speculations, strict=True)
-    ]
-    run(llm.engine, sequences)
-    return [sequence.tokens[sequence.num_prompt :] for sequence in sequences]
-
-
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench.of()
-
-
 @pytest.mark.short("320")
 @pytest.mark.parametrize("num_tokens", [2048, 320])
-def test_the_targets_cache_stays_right_when_several_members_read_in_it(bench: Bench, num_tokens: int) -> None:
+def test_the_targets_cache_stays_right_when_several_members_read_in_it(num_tokens: int) -> None:
     """Early exit leaves keys and values in the target's cache for rows that it drafted alone; for merged rows, and if
     two members read, they must be removed. After each round the cache equals that of the committed text."""
+    bench = bench_of("float32")
     engine = bench.engine(None, num_tokens, options=EngineOptions(max_num_seqs=5))
     exits = [EarlyExitDrafter(engine.runner, layer) for layer in (1, 3)]
     members: list[Drafter] = [NgramDrafter(), *exits, SuffixDrafter()]

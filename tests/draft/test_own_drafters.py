@@ -66,8 +66,7 @@ def chain_of(draws: Draws, num_rows: int = 0, dtype: torch.dtype = torch.int64) 
 
 
 @pytest.mark.parametrize(
-    ("parts", "is_malformed"),
-    [({}, False), ({"num_rows": 1}, True), ({"dtype": torch.int32}, True)],
+    ("parts", "is_malformed"), [({}, False), ({"num_rows": 1}, True), ({"dtype": torch.int32}, True)]
 )
 def test_a_malformed_tree_is_dropped_with_one_warning(
     parts: dict[str, Any], is_malformed: bool, caplog: pytest.LogCaptureFixture

@@ -19,20 +19,15 @@ from forerun.models.runner import Read, Runner
 from kit.assertions import assert_same
 from kit.texts import VOCAB, story
 from law.drafters import context, spelled
-from law.fuzz import Bench
+from law.fuzz import bench_of
 
 NAMES = ("eagle", "eagle-1", "p-eagle", "block", "block:heads", "mtp", "mtp-of-3", "early-exit:adapted")
 MIXED = ("mix of eagle", "mix of block", "mix of mtp")
 
 
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench.of(dtype="float32")
-
-
-def with_target(bench: Bench, name: str) -> DrafterWithTarget:
+def with_target(name: str) -> DrafterWithTarget:
     """A drafter with a target, alone or after suffix trees in a mix."""
-    runner, member = bench.with_cache(bench.runner, 4096), name.removeprefix("mix of ")
+    runner, member = bench_of("float32").with_cache(bench_of("float32").runner, 4096), name.removeprefix("mix of ")
     plan = plan_drafter(f"mix[suffix,{spelled(member)}]" if member != name else spelled(name), context())
     drafter = plan.build(dict.fromkeys((*plan.models, *plan.remembered_bytes), 4096), None, runner)
     assert drafter is not None
@@ -70,12 +65,10 @@ def budget(name: str, rng: random.Random, most: int = 4) -> Budget:
 
 @pytest.mark.short("block", "mix of eagle")
 @pytest.mark.parametrize("name", [*NAMES, *MIXED])
-def test_a_paused_drafter_makes_no_pass_and_later_drafts_the_same(
-    bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_drafter_makes_no_pass_and_later_drafts_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For over 100 rounds, in which the other member of a mix may draft; then it reads them all, and drafts the same as
     a drafter whose drafts were rejected in every round."""
-    ours, theirs, text = with_target(bench, name), with_target(bench, name), story(240, 1)
+    ours, theirs, text = with_target(name), with_target(name), story(240, 1)
     counts, rng = watched(reader_of(ours.drafter).runner, monkeypatch), random.Random(1)
     for end in range(40, len(text)):
         start, rows = end - 2 if end > 40 else 0, [Row(3, text[:end])]
@@ -164,14 +157,14 @@ class Histories:
 @pytest.mark.parametrize("room", ["roomy", "short of room"])
 @pytest.mark.parametrize("name", [*NAMES, *MIXED])
 def test_the_time_at_which_a_text_is_read_changes_no_draft(
-    bench: Bench, name: str, room: str, monkeypatch: pytest.MonkeyPatch
+    name: str, room: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read in one pass, in pieces, because unread states take too much memory, or adopted from another text."""
     if room == "short of room":
         monkeypatch.setattr(unread_states, "UNREAD_BYTES", 30_000)
         monkeypatch.setattr(follower, "CHUNK_TOKENS", 24)
         monkeypatch.setattr(follower, "LEAST_WAITED", 8)
-    histories = Histories(name, random.Random(name), with_target(bench, name), with_target(bench, name))
+    histories = Histories(name, random.Random(name), with_target(name), with_target(name))
     for number in range(150):
         histories.step(number)
     assert histories.num_compared > 12

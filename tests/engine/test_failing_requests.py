@@ -264,3 +264,21 @@ def test_a_processor_that_asks_its_own_llm_is_refused() -> None:
     with pytest.raises(Exception, match="cannot wait for an answer from the same engine"):
         llm.generate("The", params_with(0, logits_processors=[nested]))
     assert_empty(llm)
+
+
+def test_a_cancelled_request_does_not_go_on_although_its_removal_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
+    engine = llm.engine
+    cancelled, other = (llm.requests.sequences(Request.of(PROMPTS[i], params_with(i)))[0] for i in range(2))
+    for sequence in (cancelled, other):
+        engine.submit(sequence)
+    engine.step()
+    before = list(cancelled.tokens)
+    break_(llm, "runner.hand_over", Fault(lambda call: call == 0), monkeypatch, late=False)
+    with pytest.raises(Sabotage):
+        engine.cancel(cancelled.request_id)
+    while engine.has_work:
+        engine.step()
+    assert cancelled.tokens == before
+    assert other.tokens[other.num_prompt :] == plain_tokens()[1]
+    assert_empty(llm)

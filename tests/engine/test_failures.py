@@ -389,21 +389,3 @@ def test_a_step_returns_the_tokens_of_its_round_although_it_raised_after_the_ver
         deltas += llm.engine.step()
     assert llm.engine.recovery.strikes == 1
     assert [token for delta in deltas for token in delta.token_ids] == sequence.tokens[sequence.num_prompt :]
-
-
-def test_a_cancelled_request_does_not_go_on_although_its_removal_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(str(TARGET), "ngram", dtype="float32", max_num_seqs=4)
-    engine = llm.engine
-    cancelled, other = (llm.requests.sequences(Request.of(PROMPTS[i], params_with(i)))[0] for i in range(2))
-    for sequence in (cancelled, other):
-        engine.submit(sequence)
-    engine.step()
-    before = list(cancelled.tokens)
-    break_(llm, "runner.hand_over", Fault(lambda call: call == 0), monkeypatch, late=False)
-    with pytest.raises(Sabotage):
-        engine.cancel(cancelled.request_id)
-    while engine.has_work:
-        engine.step()
-    assert cancelled.tokens == before
-    assert other.tokens[other.num_prompt :] == plain_tokens()[1]
-    assert_empty(llm)

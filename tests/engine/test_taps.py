@@ -30,11 +30,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def bench_of() -> Callable[[str], Bench]:
-    return cache(lambda name: Bench.of(TARGET, TARGET, name))
-
-
 @dataclass(slots=True)
 class Listener:
     """Drafts as `drafter` does, and stores the states of each text; `forget` checks them."""
@@ -75,12 +70,16 @@ class Listener:
         self.drafter.forget(seq_ids)
 
 
+@cache
+def bench_of(name: str) -> Bench:
+    """The target is its own draft model, so that draft tokens are accepted."""
+    return Bench.of(TARGET, TARGET, name)
+
+
 @pytest.mark.short("bfloat16-*")
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_drafter_receives_the_states_of_the_text_read_in_one_pass(
-    bench_of: Callable[[str], Bench], name: str, shapes: str
-) -> None:
+def test_a_drafter_receives_the_states_of_the_text_read_in_one_pass(name: str, shapes: str) -> None:
     """To the bit: with prompts in chunks, chains and trees, preempted sequences.
 
     If nothing is drafted, the tokens of several rounds arrive together.
@@ -89,12 +88,12 @@ def test_a_drafter_receives_the_states_of_the_text_read_in_one_pass(
     assert_states_arrive(bench, lambda _: bench.model_drafter(), shapes)
 
 
-def test_states_below_an_early_exit_arrive_too(bench_of: Callable[[str], Bench]) -> None:
+def test_states_below_an_early_exit_arrive_too() -> None:
     """The lower layers have read the draft tokens already, but without these states."""
     assert_states_arrive(bench_of("float32"), lambda runner: EarlyExitDrafter(runner, 4), "drafted")
 
 
-def test_states_of_a_cached_prefix_arrive_if_they_may_not_be_adopted(bench_of: Callable[[str], Bench]) -> None:
+def test_states_of_a_cached_prefix_arrive_if_they_may_not_be_adopted() -> None:
     bench = bench_of("float32")
     engine = bench.engine(None, 1000, FixedDepth(), EngineOptions(max_num_seqs=2))
     listener: Any = Listener(bench.model_drafter(), lambda tokens, states: lengths.append((len(tokens), len(states))))

@@ -89,6 +89,12 @@ class Bench:
         return RequestChecker(self.target.tokenizer(), c.vocab_size, c.max_positions, c.eos_ids, Speculation())
 
 
+@cache
+def bench_of(dtype: str) -> Bench:
+    """The reference pair in a number format, loaded once for all tests; what they read is in caches of their own."""
+    return Bench.of(dtype=dtype)
+
+
 def run(
     engine: Engine,
     sequences: Sequence[object],

@@ -28,7 +28,7 @@ from forerun.tree import DraftTree
 from kit.drafters import FixedLength
 from kit.laws import chi_square
 from law.drafters import DRAFTERS, built
-from law.fuzz import Bench, run
+from law.fuzz import bench_of, run
 
 ROOT_TEXT = [1, 403, 407, 261]  # "Once upon a"
 TOP_K, NUM_TOKENS, NUM_TEXTS, TEMPERATURE = 4, 3, 2500, 2.0
@@ -81,46 +81,40 @@ class Refusing(FixedDepth):
 POLICIES = [RandomDepth, KeepsOddIds, Refusing]
 
 
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench.of()
-
-
 def texts(
-    bench: Bench,
     controller: Controller | None,
     params: Sequence[SamplingParams],
     verification: Verification = "coupled",
     speculation: Speculation | bool = CHAIN,
     drafter: Callable[[Runner], Drafter] | None = None,
 ) -> list[list[int]]:
-    requests = bench.requests()
+    requests = bench_of("float32").requests()
     options = EngineOptions(max_num_seqs=64, verification=verification)
-    engine = bench.engine(None, 16384, controller=controller, options=options)
-    engine.drafter = bench.model_drafter(16384) if drafter is None else drafter(engine.runner)
+    engine = bench_of("float32").engine(None, 16384, controller=controller, options=options)
+    engine.drafter = bench_of("float32").model_drafter(16384) if drafter is None else drafter(engine.runner)
     return run(engine, [requests.sequences(Request.of(ROOT_TEXT, p, speculation))[0] for p in params])
 
 
 @pytest.mark.short("RandomDepth")
 @pytest.mark.parametrize("policy", POLICIES)
-def test_coupled_tokens_are_those_of_plain_decoding(bench: Bench, policy: type[Controller]) -> None:
+def test_coupled_tokens_are_those_of_plain_decoding(policy: type[Controller]) -> None:
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=40) for i in range(8)]
-    plain = texts(bench, None, params, speculation=False)
-    assert texts(bench, policy(), params) == plain
-    assert texts(bench, policy(), params, speculation=Speculation(3, 3, 9)) == plain
+    plain = texts(None, params, speculation=False)
+    assert texts(policy(), params) == plain
+    assert texts(policy(), params, speculation=Speculation(3, 3, 9)) == plain
 
 
 @pytest.fixture(scope="module")
-def exact(bench: Bench) -> dict[tuple[int, ...], float]:
+def exact() -> dict[tuple[int, ...], float]:
     """The joint law of the first NUM_TOKENS tokens at temperature 1 under top-k, from the target's logits."""
     laws: dict[tuple[int, ...], float] = {(): 1.0}
+    runner = bench_of("float32").runner
     for _ in range(NUM_TOKENS):
         longer: dict[tuple[int, ...], float] = {}
         for text, chance in laws.items():
-            logits = bench.runner.read(
-                [Read(0, ROOT_TEXT + list(text), judged=[len(ROOT_TEXT) + len(text) - 1])]
-            ).logits
-            bench.runner.release([0])
+            read = Read(0, ROOT_TEXT + list(text), judged=[len(ROOT_TEXT) + len(text) - 1])
+            logits = runner.read([read]).logits
+            runner.release([0])
             best = logits[0].double().topk(TOP_K)
             for token, p in zip(best.indices.tolist(), (best.values / TEMPERATURE).softmax(0).tolist(), strict=True):
                 longer[(*text, token)] = chance * p
@@ -129,7 +123,6 @@ def exact(bench: Bench) -> dict[tuple[int, ...], float]:
 
 
 def misfit(
-    bench: Bench,
     exact: dict[tuple[int, ...], float],
     policy: type[Controller],
     rule: Verification,
@@ -138,7 +131,7 @@ def misfit(
 ) -> float:
     """The p-value of the first tokens of many texts against their exact law."""
     params = [replace(FLAT, seed=i) for i in range(NUM_TEXTS)]
-    seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(bench, policy(), params, rule, speculation, drafter))
+    seen = Counter(tuple(text[len(ROOT_TEXT) :]) for text in texts(policy(), params, rule, speculation, drafter))
     assert set(seen) <= set(exact)
     cells = sorted(exact)
     counts, expected = ([float(seen[c]) for c in cells], [exact[c] * NUM_TEXTS for c in cells])
@@ -156,17 +149,17 @@ def misfit(
     ],
 )
 def test_rejection_rules_keep_the_law_under_any_policy(
-    bench: Bench, exact: dict[tuple[int, ...], float], policy: type[Controller], rule: Verification
+    exact: dict[tuple[int, ...], float], policy: type[Controller], rule: Verification
 ) -> None:
-    assert misfit(bench, exact, policy, rule) > 1e-3
+    assert misfit(exact, policy, rule) > 1e-3
 
 
 @pytest.mark.full
 def test_keeping_the_law_of_a_pruned_tree_is_caught(
-    bench: Bench, exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+    exact: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DraftTree, "without_law", lambda self: self)
-    assert misfit(bench, exact, KeepsOddIds, "token") < 1e-5
+    assert misfit(exact, KeepsOddIds, "token") < 1e-5
 
 
 TREE = Speculation(3, 2, 6)
@@ -194,6 +187,6 @@ LONG = [(n, r, w) for n in NAMES for r in ("token", "block") for w in (CHAIN, TR
     ("name", "rule", "speculation"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.full) for case in LONG)]
 )
 def test_every_drafter_keeps_the_law_in_the_engine(
-    bench: Bench, exact: dict[tuple[int, ...], float], name: str, rule: Verification, speculation: Speculation
+    exact: dict[tuple[int, ...], float], name: str, rule: Verification, speculation: Speculation
 ) -> None:
-    assert misfit(bench, exact, FixedDepth, rule, speculation, partial(drawing, name)) > 1e-3
+    assert misfit(exact, FixedDepth, rule, speculation, partial(drawing, name)) > 1e-3

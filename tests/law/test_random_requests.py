@@ -8,8 +8,7 @@ the end of each answer are compared, and at the end no cache may hold anything.
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from kit.checkpoints import SMALL
 from kit.texts import story
 from kit.unchecked import unchecked
 from law.drafters import DOCUMENTED, DRAFTERS, settled, spelled
-from law.fuzz import Bench
+from law.fuzz import Bench, bench_of
 from law.random_traffic import Traffic
 from law.rebuilt import reachable
 
@@ -176,11 +175,6 @@ class AnyRequests(Traffic):
                 assert cache_.num_free_tokens == cache_.blocks.num_blocks * cache_.blocks.block_size
 
 
-@pytest.fixture(scope="module")
-def bench_of() -> Callable[[str], Bench]:
-    return cache(lambda name: Bench.of(dtype=name))
-
-
 def built(rng: random.Random, bench: Bench, runner: Runner) -> Drafter:
     """A random drafter with caches of random sizes, which may be too small for it."""
     plan = plan_drafter(random_drafter(rng), DraftContext(bench.target, bench.target.tokenizer()))
@@ -190,7 +184,7 @@ def built(rng: random.Random, bench: Bench, runner: Runner) -> Drafter:
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 120))])
-def test_random_requests_are_answered_as_by_plain_decoding(bench_of: Callable[[str], Bench], seed: int) -> None:
+def test_random_requests_are_answered_as_by_plain_decoding(seed: int) -> None:
     rng = random.Random(seed)
     bench = bench_of("float32" if seed < 2 else rng.choice(FORMATS))
     options = EngineOptions(rng.choice([1, 2, 3, 5, 8]), rng.choice([1, 7, 16, 33, 64, 512]), prefix_cache=seed % 3 > 0)

@@ -6,7 +6,6 @@ answer is compared with that of plain decoding, alone in an engine without a pre
 
 import random
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 
@@ -20,13 +19,8 @@ from kit.texts import story
 from kit.unchecked import unchecked
 from law.drafters import DRAFTERS, built
 from law.equality import FORMATS
-from law.fuzz import Bench
+from law.fuzz import Bench, bench_of
 from law.random_traffic import NO_SHARING, SYSTEM, Traffic
-
-
-@pytest.fixture(scope="module")
-def bench_of() -> Callable[[str], Bench]:
-    return cache(lambda name: Bench.of(dtype=name))
 
 
 def play(bench: Bench, drafter: Callable[[Runner], Drafter], num_tokens: int, seed: int, num_requests: int) -> Engine:
@@ -42,16 +36,14 @@ def play(bench: Bench, drafter: Callable[[Runner], Drafter], num_tokens: int, se
 @pytest.mark.short("suffix-roomy", "model:stories280k-short of memory")
 @pytest.mark.parametrize("num_tokens", [672, 4096], ids=["short of memory", "roomy"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_cached_prefixes_change_no_answer_with_any_drafter(
-    bench_of: Callable[[str], Bench], name: str, num_tokens: int
-) -> None:
+def test_cached_prefixes_change_no_answer_with_any_drafter(name: str, num_tokens: int) -> None:
     engine = play(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, 7, 14)
     assert (engine.stats.num_prefix_hits > 300) == (name not in NO_SHARING)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("format_", FORMATS)
-def test_cached_prefixes_change_no_answer_in_any_number_format(bench_of: Callable[[str], Bench], format_: str) -> None:
+def test_cached_prefixes_change_no_answer_in_any_number_format(format_: str) -> None:
     bench = bench_of(format_)
     engine = play(bench, lambda _: bench.model_drafter(2048), 1024, 11, 10)
     assert engine.stats.num_prefix_hits > 300
@@ -59,7 +51,7 @@ def test_cached_prefixes_change_no_answer_in_any_number_format(bench_of: Callabl
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(40))
-def test_cached_prefixes_change_no_answer_in_random_batches(bench_of: Callable[[str], Bench], seed: int) -> None:
+def test_cached_prefixes_change_no_answer_in_random_batches(seed: int) -> None:
     rng = random.Random(seed)
     name, num_tokens = rng.choice(list(DRAFTERS)), rng.choice([600, 900, 2000])
     play(bench_of("float32"), lambda runner: built(name, runner, num_tokens=num_tokens), num_tokens, seed, 30)
@@ -70,7 +62,7 @@ def run(engine: Engine) -> None:
         engine.step()
 
 
-def test_samples_and_equal_prompts_share_one_prefill(bench_of: Callable[[str], Bench]) -> None:
+def test_samples_and_equal_prompts_share_one_prefill() -> None:
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
     prompt = story(130, 3)
@@ -84,7 +76,7 @@ def test_samples_and_equal_prompts_share_one_prefill(bench_of: Callable[[str], B
     assert stats.prefix_hit_rate == pytest.approx(5 / 6)
 
 
-def test_the_next_turn_of_a_conversation_reuses_the_cached_turns(bench_of: Callable[[str], Bench]) -> None:
+def test_the_next_turn_of_a_conversation_reuses_the_cached_turns() -> None:
     """All full blocks of 16 tokens of the first turn, with its answer, are cached for the second turn."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
@@ -99,9 +91,7 @@ def test_the_next_turn_of_a_conversation_reuses_the_cached_turns(bench_of: Calla
     assert engine.stats.num_prompt_tokens == 99 + 4
 
 
-def test_a_cached_answer_of_a_preempted_sequence_does_not_count_as_cached_prompt(
-    bench_of: Callable[[str], Bench],
-) -> None:
+def test_a_cached_answer_of_a_preempted_sequence_does_not_count_as_cached_prompt() -> None:
     """A preempted sequence may reuse its own cached text; `num_cached` still says that its prompt was computed."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
@@ -119,7 +109,7 @@ def test_a_cached_answer_of_a_preempted_sequence_does_not_count_as_cached_prompt
     assert engine.stats.num_prefix_hits <= engine.stats.num_prefix_queries
 
 
-def test_tenants_do_not_share_cached_prefixes(bench_of: Callable[[str], Bench]) -> None:
+def test_tenants_do_not_share_cached_prefixes() -> None:
     """Neither while a prompt is prefilled nor later; and nothing is cached of a sequence without a tenant."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
@@ -136,7 +126,7 @@ def test_tenants_do_not_share_cached_prefixes(bench_of: Callable[[str], Bench]) 
     assert len(engine.runner.cache.prefix_store) == kept
 
 
-def test_nothing_is_cached_with_prefix_cache_off(bench_of: Callable[[str], Bench]) -> None:
+def test_nothing_is_cached_with_prefix_cache_off() -> None:
     bench = bench_of("float32")
     drafter = bench.model_drafter()
     engine, requests = bench.engine(drafter, options=EngineOptions(prefix_cache=False)), bench.requests()
@@ -151,7 +141,7 @@ def test_nothing_is_cached_with_prefix_cache_off(bench_of: Callable[[str], Bench
 
 
 @pytest.mark.parametrize("name", ["model:stories280k", "eagle", "early-exit:adapted"])
-def test_a_drafter_does_not_prefill_a_cached_prompt_again(bench_of: Callable[[str], Bench], name: str) -> None:
+def test_a_drafter_does_not_prefill_a_cached_prompt_again(name: str) -> None:
     """For the second of two equal prompts the drafter reads no more than a block and the draft tokens in one pass."""
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
@@ -178,9 +168,7 @@ def test_a_drafter_does_not_prefill_a_cached_prompt_again(bench_of: Callable[[st
     assert engine.stats.num_prefix_hits > 60
 
 
-def test_a_cached_prompt_is_read_again_for_a_drafter_that_has_not_received_its_states(
-    bench_of: Callable[[str], Bench],
-) -> None:
+def test_a_cached_prompt_is_read_again_for_a_drafter_that_has_not_received_its_states() -> None:
     bench = bench_of("float32")
     engine, requests = bench.engine(), bench.requests()
     answers = []

@@ -21,7 +21,7 @@ from forerun.sampling.params import SamplingParams
 from kit.checkpoints import TARGET
 from kit.engines import plain
 from kit.unchecked import unchecked
-from law.fuzz import Bench, run
+from law.fuzz import bench_of, run
 
 PROMPTS = ("Once upon a time", "Lily and Tom went to the park.", "One day, a big dog")
 DEEP = Speculation(6)
@@ -99,22 +99,17 @@ def test_a_cancelled_answer_is_stored_up_to_its_last_token() -> None:
     assert past_of(llm) == [("a", tuple(received))]
 
 
-@pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench.of()
-
-
-def test_preempted_answers_are_stored_once_and_in_full(bench: Bench) -> None:
+def test_preempted_answers_are_stored_once_and_in_full() -> None:
     """In a cache too small for all, sequences are preempted and resumed; their answers are those of plain decoding."""
-    dice, requests, drafter = random.Random(4), bench.requests(), SuffixDrafter()
+    dice, requests, drafter = random.Random(4), bench_of("float32").requests(), SuffixDrafter()
     asked = [
         ([1, *dice.choices(range(3, 512), k=20)], params_with(i, temperature=i % 2, max_tokens=60)) for i in range(8)
     ]
     options = EngineOptions(max_num_seqs=8, chunk_tokens=32)
-    engine = bench.engine(drafter, num_tokens=400, options=options)
+    engine = bench_of("float32").engine(drafter, num_tokens=400, options=options)
     texts = [requests.sequences(Request.of(p, q, DEEP, "ab"[i % 2]))[0] for i, (p, q) in enumerate(asked)]
     found = run(engine, texts)
-    assert found == run(bench.engine(), [requests.sequences(Request.of(p, q))[0] for p, q in asked])
+    assert found == run(bench_of("float32").engine(), [requests.sequences(Request.of(p, q))[0] for p, q in asked])
     assert sum(text.num_preempted for text in texts) > 1
     assert engine.stats.num_accepted > 0
     kept = sorted((k.tenant, tuple(k.tokens)) for k in drafter.past.answers.values())

@@ -138,12 +138,7 @@ def test_a_drawn_seed_is_reported_and_reproduces_the_answer(server: Running) -> 
     first = client.completions.create(model="stories", prompt=["Lily", "Tom"], temperature=1.5, max_tokens=12, n=2)
     assert 0 <= first.seed < 2**53
     again = client.completions.create(
-        model="stories",
-        prompt=["Lily", "Tom"],
-        temperature=1.5,
-        max_tokens=12,
-        n=2,
-        seed=first.seed,
+        model="stories", prompt=["Lily", "Tom"], temperature=1.5, max_tokens=12, n=2, seed=first.seed
     )
     assert [choice.text for choice in again.choices] == [choice.text for choice in first.choices]
     assert len({choice.text for choice in first.choices}) == 4

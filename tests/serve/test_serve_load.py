@@ -25,19 +25,7 @@ from forerun.serve.access import ApiKeys
 from forerun.serve.gate import Gate
 from forerun.serve.settings import require_certificate
 from kit.engines import PATIENCE_S
-from kit.servers import (
-    ENDLESS,
-    OK,
-    Paced,
-    Running,
-    drafting,
-    expected,
-    posted,
-    running,
-    serving,
-    started,
-    until,
-)
+from kit.servers import ENDLESS, OK, Paced, Running, drafting, expected, posted, running, serving, started, until
 
 HOUR_S = 3600.0
 server = serving()
