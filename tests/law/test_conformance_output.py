@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forerun.config import Speculation, Verification
+from forerun.control.controller import FixedDepth
 from forerun.device import Placement
 from forerun.draft.many.mix import MixDrafter
 from forerun.draft.model.model import ModelDrafter
@@ -153,6 +154,7 @@ def test_greedy_output_under_rejection_rules_is_that_of_plain_decoding(
     "oracle-bfloat16",
     "always_wrong-float32",
     "ids_out_of_range-float32",
+    "parents_at_random-float32",
     "wrong_roots-float32",
     "one_dimension-float32",
     "nan_confidence-float32",
@@ -164,8 +166,9 @@ def test_no_hostile_drafter_changes_the_output(name: str, dtype: str) -> None:
     """Alone, and in a mix."""
     drafter = Hostile(HOSTILE[name], full_texts(MIXED, dtype))
     mix = MixDrafter([NgramDrafter(), drafter], ["ngram", "hostile"])
-    for draft in (drafter,) if name == "one_dimension" else (drafter, mix):  # in a mix that is an error
-        llm, drafter.num_proposed = LLM(str(TARGET), draft, dtype=dtype), 0
+    for draft in (drafter, mix):
+        controller = FixedDepth() if draft is mix else None  # which merges all drafts of a mix
+        llm, drafter.num_proposed = LLM(str(TARGET), draft, dtype=dtype, controller=controller), 0
         for speculation in (Speculation(4), Speculation(3, 3, 9)):
             assert answers(llm, MIXED, 5, speculation, 10) == [a[:10] for a in plain(MIXED, dtype)[:5]]
         assert drafter.num_proposed > 2
