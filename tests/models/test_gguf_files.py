@@ -28,6 +28,7 @@ from forerun.models.gguf.formats import FORMATS, UNREADABLE
 from forerun.models.gguf.tensors import GgufTensor, read_location
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
+from kit.checkpoints import TARGET
 from kit.gguf_files import finish, stories
 from models.damage import ABSENT, VALUES, judged
 
