@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from array import array
@@ -70,8 +71,10 @@ def test_counts_take_little_memory() -> None:
 def test_requests_that_change_no_logit_have_no_edits() -> None:
     for params in (SamplingParams(), SamplingParams(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)):
         assert not TextEdits.of(params, [1, 2], 1, (2,), ()).any
-    edits = TextEdits.of(SamplingParams(min_tokens=3, banned_tokens=[9, 4], logit_bias={6: 1.5}), [1, 2], 1, (2,), ())
+    params = SamplingParams(min_tokens=3, banned_tokens=[9, 4], logit_bias={6: 1.5, 4: 2.0})
+    edits = TextEdits.of(params, [1, 2], 1, (2,), ())
     assert edits.any
     assert (edits.fixed.tolist(), edits.ends.tolist(), edits.ends_from) == ([4, 6, 9], [2], 4)
+    assert edits.added.tolist() == [-math.inf, 1.5, -math.inf]
     assert edits.counts is None
     assert edits.at([1, 2, 3]) is edits

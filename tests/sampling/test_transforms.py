@@ -241,3 +241,10 @@ def test_a_repetition_penalty_leaves_the_largest_finite_logits_finite(sign: floa
     draws = Draws([RowSampling(0, SamplingParams(repetition_penalty=0.5 if sign > 0 else 2.0), 5, 0, [7, 8], 1)], VOCAB)
     edited = draws.transforms.edit(torch.full((1, VOCAB), largest), draws.roots())
     assert edited.tolist() == [[largest] * VOCAB]
+
+
+def test_no_processor_makes_a_padding_id_possible() -> None:
+    params = SamplingParams(logits_processors=[lambda _text, logits: torch.zeros_like(logits)])
+    draws = Draws([RowSampling(0, params, 5, 0, [7, 8], 1)], VOCAB, num_ids=VOCAB - 3)
+    edited = draws.transforms.edit(torch.ones(1, VOCAB), draws.roots())
+    assert edited.tolist() == [[0.0] * (VOCAB - 3) + [-math.inf] * 3]
