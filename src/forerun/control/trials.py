@@ -14,7 +14,6 @@ from forerun.accept.outcome import Outcome
 TRIES = 6  # rounds for which every drafter is tried at first, and the least time from a trial to the next
 RETRY = 24  # unused rounds after which a drafter is tried again, before the cost of its trials is known
 LONGEST = 256  # most rounds between trials, which otherwise follow from their cost
-AGAIN = 2  # rounds for which an alternative is tried again after a change, and unused ones after a hopeful trial
 FIRST_DEPTH, TRIAL_DEPTH = 4, 2  # depth of a trial: of a new drafter, and of a known one
 NOTHING, OTHER_DEPTH = -1, -2  # on trial instead of a drafter: plain decoding; half or twice the chosen depth
 HOLD = 8  # rounds for which a plan is kept, and plans in a row after which the log reports drafting as on or off
@@ -32,7 +31,7 @@ class RetryTimer:
     num_rounds: int = 0  # in use
     num_idle: int = 0  # rounds since the last use in which it could have been used
     patience: int = RETRY  # idle rounds until the next trial
-    hopeful: bool = False  # the last trial went better than expected, so the next one is soon
+    hopeful: bool = False  # the last trial went better than expected, so the next one follows after a round
 
     @property
     def new(self) -> bool:
@@ -42,12 +41,12 @@ class RetryTimer:
     @property
     def due(self) -> bool:
         """Whether it should be tried now."""
-        return self.new or self.num_idle >= (AGAIN if self.hopeful else self.patience)
+        return self.new or self.num_idle >= (1 if self.hopeful else self.patience)
 
     def wake(self) -> None:
-        """Treat it as nearly new, since something has changed: it is tried again for AGAIN rounds."""
+        """Treat it as nearly new, since something has changed: it is tried once more."""
         self.patience = min(RETRY, self.patience)
-        self.num_rounds = min(self.num_rounds, TRIES - AGAIN)
+        self.num_rounds = min(self.num_rounds, TRIES - 1)
 
     def count(self, used: bool, patience: int | None, hopeful: bool = False) -> None:
         """Learn from a round in which it was `used` or could have been.
