@@ -3,12 +3,17 @@
 // Differences are printed, then for each part a hash of all result bits, which is the same on all processors with the
 // same arithmetic.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cinttypes>
 #include <cstdio>
+#include <omp.h>
+#include <thread>
 #include <vector>
 
 #include "attention_pairs.hpp"
 #include "decoder.hpp"
+#include "division.hpp"
 #include "experts.hpp"
 #include "laws.hpp"
 
@@ -341,6 +346,41 @@ static void check_draws() {
   printf("draws %016" PRIx64 "\n", hash.value);
 }
 
+// Every unit of work is done once, in a hundred pieces of work one after the other; and while one thread is held up in its
+// first piece, the others do all that is left.
+static void check_division() {
+  for (int num_threads = 1; num_threads <= 5; num_threads++)
+    for (const bool in_pieces : {false, true}) {
+      std::vector<std::atomic<int>> done(100 * 50);
+      Counters counters = Division::room(num_threads, in_pieces);
+#pragma omp parallel num_threads(num_threads)
+      {
+        Division division(omp_get_thread_num(), omp_get_num_threads(), counters);
+        for (int round = 0; round < 100; round++) {
+          const int units = round % 50;
+          division.each(units, [&](int64_t first, int64_t end) {
+            for (int64_t i = first; i < end; i++) done[round * 50 + i]++;
+          });
+#pragma omp barrier
+        }
+      }
+      for (int round = 0; round < 100; round++)
+        for (int i = 0; i < 50; i++) expect(done[round * 50 + i] == (i < round % 50), "units done", num_threads, round);
+    }
+  std::atomic<int64_t> num_done = 0, most = 0;
+  Counters counters = Division::room(2, true);
+#pragma omp parallel num_threads(2)
+  {
+    Division division(omp_get_thread_num(), omp_get_num_threads(), counters);
+    division.each(80, [&](int64_t first, int64_t end) {
+      for (int i = 0; first == 0 && num_done < 80 - end && i < 1000; i++) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (first == 0) most = num_done.load();
+      num_done += end - first;
+    });
+  }
+  expect(num_done == 80 && most == 80 - 40 / PIECES, "units of a thread that is held up", most, num_done);
+}
+
 int main() {
   fprintf(stderr, "%s\n", forerun_instructions());
   check_products(FLOAT32, "float32");
@@ -360,5 +400,6 @@ int main() {
   check_functions();
   check_routes();
   check_draws();
+  check_division();
   return failures != 0;
 }

@@ -29,9 +29,8 @@ using BlocksOf = FloatBlocks<T>;
 template <typename T>
 class Worker {  // computes one thread's part of a pass
  public:
-  Worker(const Decoder& decoder, const Pass& pass, const std::vector<std::vector<Task>>& shares, Scratch& scratch,
-         int thread, int num_threads)
-      : d(decoder), c(decoder.shape), pass(pass), shares(shares), s(scratch), thread(thread), num_threads(num_threads) {}
+  Worker(const Decoder& decoder, const Pass& pass, const Tasks& attention, Scratch& scratch, Division division)
+      : d(decoder), c(decoder.shape), pass(pass), attention(attention), s(scratch), division(division) {}
 
   void run() {
     if (!pass.num_paths) return layers();
@@ -67,14 +66,17 @@ class Worker {  // computes one thread's part of a pass
     if (!pass.num_paths) return;
     const bool in_pieces = !c.gather && l.out->has_pieces() && c.head_dim % GROUP == 0 && d.q_size() % WIDTH == 0;
     const int64_t group = c.heads / c.kv_heads;
-    for (size_t i = thread; i < shares.size(); i += num_threads)
-      for (const Task& task : shares[i]) {
+    const auto attend_tasks = [&](int64_t first, int64_t end) {
+      for (int64_t i = first; i < end; i++) {
+        const Task& task = attention.tasks[i];
         attend_task(task, l, keys, values);
         for (size_t n = 0; n < task.queries.size() && in_pieces; n++) {
           const int64_t token = task.queries[n] / group, head = task.kv_head * group + task.queries[n] % group;
           prepare_columns(*l.out, s.mixed + token * mixed, next_rows, token, head * c.head_dim, (head + 1) * c.head_dim);
         }
       }
+    };
+    division.each_from([&](int owner) { return attention.start(owner, division.num_threads); }, attend_tasks);
     if (!in_pieces) {
       wait();
       gather(HEADS, s.mixed, mixed, d.q_size(), mixed, pass.num_tokens);
@@ -89,7 +91,7 @@ class Worker {  // computes one thread's part of a pass
     });
     if (l.experts) {
       wait();
-      multiply(next, rows, pass.num_tokens, out_of(next), thread, num_threads);
+      multiply(next, rows, pass.num_tokens, out_of(next), division);
       wait();
       return sparse(l, *l.experts, rows);
     }
@@ -103,14 +105,14 @@ class Worker {  // computes one thread's part of a pass
   void project_heads(const Layer& l, Rows rows, T* keys, T* values) {
     const int64_t num_heads = c.heads + 2 * c.kv_heads, columns = std::max<int64_t>(c.head_dim, WIDTH);
     if (num_heads * c.head_dim % columns == 0 && columns % c.head_dim == 0 && columns % WIDTH == 0 && !l.joint_norm) {
-      const int64_t units = num_heads * c.head_dim / columns;
-      const int64_t first = units * thread / num_threads * columns, end = units * (thread + 1) / num_threads * columns;
-      multiply_part(*l.qkv, rows, pass.num_tokens, out_of(*l.qkv), first / LANES, end / LANES);
-      for (int64_t token = 0; token < pass.num_tokens; token++)
-        for (int64_t head = first / c.head_dim; head < end / c.head_dim; head++) store_head(l, token, head, keys, values);
-      return;
+      return division.each(num_heads * c.head_dim / columns, [&](int64_t first, int64_t end) {
+        first *= columns, end *= columns;
+        multiply_part(*l.qkv, rows, pass.num_tokens, out_of(*l.qkv), first / LANES, end / LANES);
+        for (int64_t token = 0; token < pass.num_tokens; token++)
+          for (int64_t head = first / c.head_dim; head < end / c.head_dim; head++) store_head(l, token, head, keys, values);
+      });
     }
-    multiply(*l.qkv, rows, pass.num_tokens, out_of(*l.qkv), thread, num_threads);
+    multiply(*l.qkv, rows, pass.num_tokens, out_of(*l.qkv), division);
     wait();
     if (l.qk_norm && l.joint_norm) {
       const int64_t queries = c.heads * c.head_dim;
@@ -120,9 +122,7 @@ class Worker {  // computes one thread's part of a pass
       });
       wait();
     }
-    const int64_t count = pass.num_tokens * num_heads;
-    for (int64_t i = count * thread / num_threads; i < count * (thread + 1) / num_threads; i++)
-      store_head(l, i / num_heads, i % num_heads, keys, values);
+    division.each_of(pass.num_tokens * num_heads, [&](int64_t i) { store_head(l, i / num_heads, i % num_heads, keys, values); });
   }
 
   // The input rows of `down`; if the format allows pieces, each thread computes its own columns.
@@ -136,16 +136,17 @@ class Worker {  // computes one thread's part of a pass
       else activate_row(gate, up, end - from, out, Silu{});
     };
     if (!c.gather && neurons % WIDTH == 0 && down.has_pieces()) {
-      const int64_t units = neurons / WIDTH, first = units * thread / num_threads, end = units * (thread + 1) / num_threads;
-      for (int64_t half = 0; half < (mlp.plain ? 1 : 2); half++)
-        multiply_part(gate_up, rows, pass.num_tokens, out_of(gate_up), (half * units + first) * PANELS, (half * units + end) * PANELS);
-      for (int64_t r = 0; r < pass.num_tokens; r++) {
-        columns(r, first * WIDTH, end * WIDTH);
-        prepare_columns(down, active_row(down, r), next_rows, r, first * WIDTH, end * WIDTH);
-      }
-      return;
+      const int64_t units = neurons / WIDTH;
+      return division.each(units, [&](int64_t first, int64_t end) {
+        for (int64_t half = 0; half < (mlp.plain ? 1 : 2); half++)
+          multiply_part(gate_up, rows, pass.num_tokens, out_of(gate_up), (half * units + first) * PANELS, (half * units + end) * PANELS);
+        for (int64_t r = 0; r < pass.num_tokens; r++) {
+          columns(r, first * WIDTH, end * WIDTH);
+          prepare_columns(down, active_row(down, r), next_rows, r, first * WIDTH, end * WIDTH);
+        }
+      });
     }
-    multiply(gate_up, rows, pass.num_tokens, out_of(gate_up), thread, num_threads);
+    multiply(gate_up, rows, pass.num_tokens, out_of(gate_up), division);
     wait();
     each_row([&](int64_t r) {
       columns(r, 0, neurons);
@@ -164,7 +165,7 @@ class Worker {  // computes one thread's part of a pass
       route(e, out_of(*e.router).at(r, 0), &routes.mlps[r * per_token], &routes.weights[r * per_token]);
     });
     wait();
-    if (thread == 0) {
+    if (division.thread == 0) {
       routes.group(pass.num_tokens, per_token, e.count + 1);
       if (pass.num_experts) *pass.num_experts += routes.groups.size() - (per_token > e.active);
     }
@@ -175,7 +176,7 @@ class Worker {  // computes one thread's part of a pass
       prepare_row(up.of(g), s.normed + routes.tokens[p] * hidden, up.rows(g, rows), p - g.first);
     });
     wait();
-    up.multiply(routes.groups, rows, s.wide, thread, num_threads);
+    up.multiply(routes.groups, rows, s.wide, division);
     wait();
     each_pair([&](const Group& g, int64_t p) {  // in place: the activation overwrites the gate
       const Gated& mlp = g.mlp < e.count ? e.gated[g.mlp] : l.dense;
@@ -195,7 +196,7 @@ class Worker {  // computes one thread's part of a pass
       prepare_row(down.of(g), up.out(g, s.wide).at(p - g.first, 0), down.rows(g, rows), p - g.first);
     });
     wait();
-    down.multiply(routes.groups, rows, s.wide, thread, num_threads);
+    down.multiply(routes.groups, rows, s.wide, division);
     wait();
     gather(HIDDEN, s.wide, down.width, c.hidden, hidden, routes.num_pairs);
     each_row([&](int64_t r) {
@@ -212,7 +213,7 @@ class Worker {  // computes one thread's part of a pass
   template <typename F>
   void each_pair(F f) {
     const int64_t num_pairs = s.routes.num_pairs;
-    const int64_t from = num_pairs * thread / num_threads, to = num_pairs * (thread + 1) / num_threads;
+    const int64_t from = division.start(num_pairs, division.thread), to = division.start(num_pairs, division.thread + 1);
     for (const Group& g : s.routes.groups)
       for (int64_t p = std::max(from, g.first); p < std::min(to, g.end); p++) f(g, p);
   }
@@ -221,7 +222,7 @@ class Worker {  // computes one thread's part of a pass
   void add_up(const Linear& linear, Rows rows) {
     const int64_t stride = padded(c.hidden) + LANES;
     wait();
-    multiply(linear, rows, pass.num_tokens, {s.wide, stride}, thread, num_threads);
+    multiply(linear, rows, pass.num_tokens, {s.wide, stride}, division);
     wait();
     gather(HIDDEN, s.wide, stride, c.hidden, padded(c.hidden), pass.num_tokens);
   }
@@ -229,7 +230,7 @@ class Worker {  // computes one thread's part of a pass
   // All-gathers the columns of the ranks in these rows, and pads them with zeros. Between two barriers.
   void gather(Gathered what, float* rows, int64_t stride, int64_t columns, int64_t end, int64_t num_rows) {
     if (!c.gather || !num_rows) return;
-    if (thread == 0) {
+    if (division.thread == 0) {
       c.gather(c.ranks, what, rows, stride, columns, num_rows);
       for (int64_t r = 0; r < num_rows; r++) memset(rows + r * stride + columns, 0, (end - columns) * sizeof(float));
     }
@@ -289,7 +290,7 @@ class Worker {  // computes one thread's part of a pass
 
   template <typename F>
   void each_row(F f) {
-    for (int64_t r = pass.num_tokens * thread / num_threads; r < pass.num_tokens * (thread + 1) / num_threads; r++) f(r);
+    division.each_of(pass.num_tokens, f);
   }
 
   void wait() {
@@ -299,9 +300,9 @@ class Worker {  // computes one thread's part of a pass
   const Decoder& d;
   const Shape& c;
   const Pass& pass;
-  const std::vector<std::vector<Task>>& shares;
+  const Tasks& attention;
   Scratch& s;
-  const int thread, num_threads;
+  Division division;
   std::vector<Query> queries;
   std::vector<float> scores;
 #if defined(FORERUN_AMX)
@@ -367,22 +368,23 @@ void forerun_multiply(const Linear* linear, const float* x, int64_t num_rows, co
   float* const scales = reinterpret_cast<float*>(data + space * linear->row_bytes());
   float* const wide = scales + space * 16;
   const Rows rows{data, scales};
+  Counters counters = Division::room(num_threads, num_rows > FEW_ROWS);
 #pragma omp parallel num_threads(num_threads)
   {
-    const int thread = omp_get_thread_num(), num = omp_get_num_threads();
-    for (int64_t r = num_rows * thread / num; r < num_rows * (thread + 1) / num; r++) {
+    Division division(omp_get_thread_num(), omp_get_num_threads(), counters);
+    division.each_of(num_rows, [&](int64_t r) {
       float* const row = wide + r * linear->depth;
       memcpy(row, x + r * linear->inputs, linear->inputs * sizeof(float));
       if (norm) norm_row(row, norm, eps, linear->inputs, row);
       prepare_row(*linear, row, rows, r);
-    }
+    });
 #pragma omp barrier
-    multiply(*linear, rows, num_rows, {out, linear->width}, thread, num);
+    multiply(*linear, rows, num_rows, {out, linear->width}, division);
     if (linear->cap) {
 #pragma omp barrier
-      const int64_t size = num_rows * linear->width / LANES;
-      for (int64_t i = size * thread / num; i < size * (thread + 1) / num; i++)
+      division.each_of(num_rows * linear->width / LANES, [&](int64_t i) {
         store(out + i * LANES, soft_capped(load(out + i * LANES), linear->cap));
+      });
     }
   }
 }
@@ -396,13 +398,15 @@ void forerun_free_decoder(Decoder* decoder) { delete decoder; }
 // Not thread-safe.
 void forerun_forward(Decoder* decoder, const Pass* pass) {
   Scratch& scratch = decoder->room(pass->num_tokens);
-  const std::vector<std::vector<Task>> shares = share_out(decoder->shape, *pass);
+  Counters counters = Division::room(pass->num_threads, pass->num_tokens > FEW_ROWS);
+  const Tasks attention = share_out(decoder->shape, *pass);
 #pragma omp parallel num_threads(pass->num_threads)
   {
-    const int thread = omp_get_thread_num(), num = omp_get_num_threads(), format = decoder->shape.cache_format;
-    if (format == BFLOAT16) Worker<bfloat16>(*decoder, *pass, shares, scratch, thread, num).run();
-    else if (format == FLOAT16) Worker<float16>(*decoder, *pass, shares, scratch, thread, num).run();
-    else Worker<float>(*decoder, *pass, shares, scratch, thread, num).run();
+    const int format = decoder->shape.cache_format;
+    const Division division(omp_get_thread_num(), omp_get_num_threads(), counters);
+    if (format == BFLOAT16) Worker<bfloat16>(*decoder, *pass, attention, scratch, division).run();
+    else if (format == FLOAT16) Worker<float16>(*decoder, *pass, attention, scratch, division).run();
+    else Worker<float>(*decoder, *pass, attention, scratch, division).run();
   }
 }
 }

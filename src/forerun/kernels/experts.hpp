@@ -95,21 +95,23 @@ struct Products {
   Rows rows(const Group& g, Rows all) const { return {all.data + g.first * row_bytes, all.scales + g.first}; }
   Out out(const Group& g, float* all) const { return {all + g.first * width, width}; }
 
-  // The share of one thread in all groups, by their cost: one part for the weights and one for every row.
-  void multiply(const std::vector<Group>& groups, Rows rows_of_all, float* out_of_all, int thread, int num_threads) const {
+  // Divides all groups by their cost: one part for the weights and one for every row.
+  void multiply(const std::vector<Group>& groups, Rows rows_of_all, float* out_of_all, Division& division) const {
     constexpr int64_t READ = 8;
     const auto cost = [](const Group& g) { return READ + g.end - g.first; };
-    int64_t total = 0, begin = 0;
+    int64_t total = 0;
     for (const Group& g : groups) total += of(g).width / WIDTH * cost(g);
-    const int64_t from = total * thread / num_threads, to = total * (thread + 1) / num_threads;
-    for (const Group& g : groups) {
-      const Linear& l = of(g);
-      const int64_t count = l.width / WIDTH, each = cost(g);
-      const auto reached = [&](int64_t at) { return std::min((std::max<int64_t>(at - begin, 0) + each - 1) / each, count); };
-      const int64_t first = reached(from), end = reached(to);
-      if (first < end) multiply_part(l, rows(g, rows_of_all), g.end - g.first, out(g, out_of_all), first * PANELS, end * PANELS);
-      begin += count * each;
-    }
+    division.each(total, [&](int64_t from, int64_t to) {
+      int64_t begin = 0;
+      for (const Group& g : groups) {
+        const Linear& l = of(g);
+        const int64_t count = l.width / WIDTH, each = cost(g);
+        const auto reached = [&](int64_t at) { return std::min((std::max<int64_t>(at - begin, 0) + each - 1) / each, count); };
+        const int64_t first = reached(from), end = reached(to);
+        if (first < end) multiply_part(l, rows(g, rows_of_all), g.end - g.first, out(g, out_of_all), first * PANELS, end * PANELS);
+        begin += count * each;
+      }
+    });
   }
 };
 

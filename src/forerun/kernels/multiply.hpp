@@ -1,5 +1,6 @@
 // y = x @ weight.T: one thread's share of a product, by AMX tiles or vector registers.
 #pragma once
+#include "division.hpp"
 #include "multiply_registers.hpp"
 #include "multiply_stored.hpp"
 #include "multiply_tiles.hpp"
@@ -29,9 +30,11 @@ inline void multiply_part(const Linear& l, Rows rows, int64_t num_rows, Out out,
 }
 
 // The share of one thread: a contiguous `num_threads`-th of the outputs.
-inline void multiply(const Linear& l, Rows rows, int64_t num_rows, Out out, int thread, int num_threads) {
-  const int64_t step = l.format == GROUPED ? 1 : PANELS, steps = l.width / LANES / step;
-  multiply_part(l, rows, num_rows, out, steps * thread / num_threads * step, steps * (thread + 1) / num_threads * step);
+inline void multiply(const Linear& l, Rows rows, int64_t num_rows, Out out, Division& division) {
+  const int64_t step = l.format == GROUPED ? 1 : PANELS;
+  division.each(l.width / LANES / step, [&](int64_t first, int64_t end) {
+    multiply_part(l, rows, num_rows, out, first * step, end * step);
+  });
 }
 
 }  // namespace forerun

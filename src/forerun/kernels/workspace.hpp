@@ -66,11 +66,20 @@ struct Decoder {
   static int64_t whole_tiles(int64_t num_rows) { return (num_rows + 2 * TILE - 1) / (2 * TILE) * (2 * TILE); }
 };
 
+struct Tasks {  // of attention
+  std::vector<Task> tasks;
+  std::vector<int64_t> starts;  // of every thread's share, and their number
+
+  int64_t start(int thread, int num_threads) const {  // there may be fewer threads than were planned
+    return starts[(starts.size() - 1) * thread / num_threads];
+  }
+};
+
 // Distributes the queries over threads, in the order of paths and heads, such that each attends to equally many keys.
-inline std::vector<std::vector<Task>> share_out(const Shape& shape, const Pass& pass) {
-  if (!pass.num_paths) return {};
+inline Tasks share_out(const Shape& shape, const Pass& pass) {
+  Tasks all{{}, {0}};
+  if (!pass.num_paths) return all;
   const int64_t group = shape.heads / shape.kv_heads;
-  std::vector<std::vector<Task>> shares(pass.num_threads);
   std::vector<std::vector<int64_t>> queries(pass.num_paths);
   int64_t total = 0, given = 0;
   for (int64_t token = 0; token < pass.num_tokens; token++) {
@@ -80,14 +89,17 @@ inline std::vector<std::vector<Task>> share_out(const Shape& shape, const Pass& 
   for (int64_t path = 0; path < pass.num_paths; path++)
     for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++)
       for (int64_t query : queries[path]) {
-        std::vector<Task>& share = shares[given * pass.num_threads / total];
+        const int64_t number = all.tasks.size(), thread = given * pass.num_threads / total;
         given += pass.last_key[query / group] + 1;
-        if (share.empty() || share.back().path != path || share.back().kv_head != kv_head ||
-            share.back().queries.size() == CHUNK_QUERIES)
-          share.push_back({path, kv_head, {}});
-        share.back().queries.push_back(query);
+        const bool begins = static_cast<int64_t>(all.starts.size()) <= thread;
+        all.starts.resize(std::max<int64_t>(all.starts.size(), thread + 1), number);
+        const Task* const last = number && !begins ? &all.tasks.back() : nullptr;
+        if (!last || last->path != path || last->kv_head != kv_head || last->queries.size() == CHUNK_QUERIES)
+          all.tasks.push_back({path, kv_head, {}});
+        all.tasks.back().queries.push_back(query);
       }
-  return shares;
+  all.starts.resize(pass.num_threads + 1, all.tasks.size());
+  return all;
 }
 
 }  // namespace forerun
