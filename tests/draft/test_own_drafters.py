@@ -1,6 +1,8 @@
 """An object that is no drafter is refused, with what it lacks; a drafter whose trees are malformed is named once."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -65,15 +67,28 @@ def chain_of(draws: Draws, num_rows: int = 0, dtype: torch.dtype = torch.int64) 
     return DraftTree(tokens, torch.tensor([[-1, 0]] * len(roots), dtype=dtype), depth=1, width=1)
 
 
+def flat(tree: DraftTree) -> DraftTree:
+    """The tree with tensors of one dimension."""
+    return replace(tree, tokens=tree.tokens[0], parents=tree.parents[0])
+
+
+@pytest.mark.parametrize("in_mix", [False, True])
 @pytest.mark.parametrize(
-    ("parts", "is_malformed"), [({}, False), ({"num_rows": 1}, True), ({"dtype": torch.int32}, True)]
+    ("malformed", "is_malformed"),
+    [
+        (chain_of, False),
+        (partial(chain_of, num_rows=1), True),
+        (partial(chain_of, dtype=torch.int32), True),
+        (lambda draws: flat(chain_of(draws)), True),
+    ],
 )
 def test_a_malformed_tree_is_dropped_with_one_warning(
-    parts: dict[str, Any], is_malformed: bool, caplog: pytest.LogCaptureFixture
+    malformed: Callable[[Draws], DraftTree], is_malformed: bool, in_mix: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter = of(Resting, propose=lambda self, draws, budgets, tail=None: Draft(chain_of(draws, **parts)))
-    llm = LLM(str(TARGET), drafter, dtype="float32", speculation=1)
+    drafter = of(Resting, names=("mine",), propose=lambda self, draws, budgets, tail=None: Draft(malformed(draws)))
     with unchecked():
+        draft = MixDrafter([drafter, Resting()], ["mine", "other"]) if in_mix else drafter
+        llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(1, drafter="mine"))
         llm.generate("Once", SamplingParams(max_tokens=6, ignore_eos=True))
     assert (llm.stats.num_drafted == 0) == is_malformed
     warnings = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]

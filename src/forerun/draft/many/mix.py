@@ -102,7 +102,8 @@ class MixDrafter:
             return Draft(DraftTree.bare(draws.roots_tokens))
         if len({*chosen} - {-1}) == 1 and len(self.members) not in chosen:
             ((_, draft),) = drafts.items()
-            drafted_by = padded([[drafter] * draft.tree.tokens.shape[1] for drafter in chosen])
+            columns = draft.tree.tokens.numel() // len(chosen)  # it is not sanitized: it may have one dimension
+            drafted_by = padded([[drafter] * columns for drafter in chosen])
             return replace(draft, drafter=drafted_by, drafter_s=drafter_s)
         parts = {drafter: sanitized(draft, draws, shares[drafter]) for drafter, draft in drafts.items()}
         trees = {drafter: trees_of(part, drafter, self.chances(drafter)) for drafter, part in parts.items()}
