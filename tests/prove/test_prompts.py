@@ -42,7 +42,7 @@ def test_no_more_are_read_than_are_wanted(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[1]", r"\[1\] is not an object"),
         ("null", "null is not an object"),
-        ('{"question": "?"}', "only question"),
+        ('{"question": "?"}', r"no prompt among its fields \(question\)"),
         ('{"prompt": 3}', '"prompt" is 3'),
         ('{"prompt": ""}', '"prompt" is ""'),
         ('{"turns": []}', '"turns" is \\[\\]'),
