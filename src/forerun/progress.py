@@ -45,9 +45,8 @@ class LoadingBar:
         self._drawn_s = 0.0
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._began: dict[
-            str, tuple[float, float, float]
-        ] = {}  # by stage: time and share of the first report; last share
+        # By stage: the time and the share of its first report, and its last share.
+        self._began: dict[str, tuple[float, float, float]] = {}
         self._reported = ("", "")  # the stage of the last report, and its text
         self._stage = ""  # of the last line
         self._ended = Event()

@@ -72,6 +72,16 @@ def flat(tree: DraftTree) -> DraftTree:
     return replace(tree, tokens=tree.tokens[0], parents=tree.parents[0])
 
 
+def drafted_by(propose: Callable[[Draws], Any], in_mix: bool) -> LLM:
+    """An LLM that has generated six tokens with a drafter that returns these values, alone or as a member of a mix."""
+    drafter = of(Resting, names=("mine",), propose=lambda self, draws, budgets, tail=None: propose(draws))
+    with unchecked():
+        draft = MixDrafter([drafter, Resting()], ["mine", "other"]) if in_mix else drafter
+        llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(1, drafter="mine"))
+        llm.generate("Once", SamplingParams(max_tokens=6, ignore_eos=True))
+    return llm
+
+
 @pytest.mark.parametrize("in_mix", [False, True])
 @pytest.mark.parametrize(
     ("malformed", "is_malformed"),
@@ -85,11 +95,7 @@ def flat(tree: DraftTree) -> DraftTree:
 def test_a_malformed_tree_is_dropped_with_one_warning(
     malformed: Callable[[Draws], DraftTree], is_malformed: bool, in_mix: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter = of(Resting, names=("mine",), propose=lambda self, draws, budgets, tail=None: Draft(malformed(draws)))
-    with unchecked():
-        draft = MixDrafter([drafter, Resting()], ["mine", "other"]) if in_mix else drafter
-        llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(1, drafter="mine"))
-        llm.generate("Once", SamplingParams(max_tokens=6, ignore_eos=True))
+    llm = drafted_by(lambda draws: Draft(malformed(draws)), in_mix)
     assert (llm.stats.num_drafted == 0) == is_malformed
     warnings = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
     assert len(warnings) == is_malformed
@@ -102,11 +108,7 @@ def test_a_malformed_tree_is_dropped_with_one_warning(
 def test_what_is_no_draft_is_named_once_with_the_fix(
     wrap: Callable[[DraftTree], Any], in_mix: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafter = of(Resting, names=("mine",), propose=lambda self, draws, budgets, tail=None: wrap(chain_of(draws)))
-    with unchecked():
-        draft = MixDrafter([drafter, Resting()], ["mine", "other"]) if in_mix else drafter
-        llm = LLM(str(TARGET), draft, dtype="float32", speculation=Speculation(1, drafter="mine"))
-        llm.generate("Once", SamplingParams(max_tokens=6, ignore_eos=True))
+    drafted_by(lambda draws: wrap(chain_of(draws)), in_mix)
     (warning,) = [record for record in caplog.records if record.exc_info]
     assert "switched off" in warning.getMessage()
     assert warning.exc_info is not None

@@ -50,7 +50,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.named_tokens = dict(named or {})
+        self.named_tokens: Mapping[str, str] = dict(named or {})
         self._template = template or ChatTemplate(None, "this tokenizer")
         self._spelling = spelling_of(backend)
         self.bos_token, self.eos_token, self.pad_token = map(

@@ -147,7 +147,7 @@ class Trainer:
         texts = [text.with_prompt_roots for text in texts] if settings.whole else texts
         student = self.student.at_depth_1() if share < settings.first_share else self.student
         dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
-        parts = []
+        sums = [(0.0, 0.0, 0.0, 0.0)]  # a process may have no part
         for part in self.parts(texts):
             batch, name = TextBatch.of(part), settings.loss_at(share)
             with torch.autocast(batch.last.device.type, torch.bfloat16, enabled=settings.bfloat16):
@@ -158,12 +158,10 @@ class Trainer:
                     f"{settings.rate:g}; the best weights so far are in {self.folder.folder}"
                 )
             (loss * figures.weight).backward()  # the mean over all parts follows from the sums
-            parts.append(figures)
+            weight, places = figures.weight, float(figures.num_places)
+            sums.append((weight, weight * figures.loss, places, places * figures.overlap))
         self.team.add_gradients(self.student.weights.values())
-        sums = [(f.weight, f.weight * f.loss, f.num_places, f.num_places * f.overlap) for f in parts]
-        weight, loss_sum, num_places, overlap_sum = self.team.sums(
-            [float(sum(each)) for each in zip(*sums, strict=True)]
-        )
+        weight, loss_sum, num_places, overlap_sum = self.team.sums([sum(each) for each in zip(*sums, strict=True)])
         for tensor in self.student.weights.values():
             if tensor.grad is not None:
                 tensor.grad /= weight
