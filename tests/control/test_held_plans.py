@@ -29,6 +29,20 @@ def test_a_plan_that_depends_on_estimates_counts_for_one_round() -> None:
         assert [budget.depth > 0 for budget in budgets] == [rate > 0] * 2
 
 
+def test_a_plan_that_is_kept_learns_the_time_of_reading_from_its_first_round_alone() -> None:
+    """Two rows with 400 unread tokens each, of 1 ms; in the rounds after it drafters have read all but a few."""
+    controller, rows = with_costs(0.1, [0.001]), [RowOutcome(row, 4, 4, 4, 5) for row in range(2)]
+    load = Load(range(2), [AUTO_SPECULATION] * 2, [AMPLE] * 2, 0)
+    for unread in (400, *[5] * HOLD):
+        before = controller.taken
+        budgets = budgets_of(controller, load.speculations, outlook_of([[4, 4]], [None], unread))
+        assert all(budgets)
+        assert (controller.taken is before) == (unread == 5)
+        steps_s = 0.001 * budgets[0].depth
+        controller.record(Outcome(rows, 0, steps_s + (0.8 if unread == 400 else 0.0), 0.1))
+    assert controller.drafters.all[0].reading_s == pytest.approx(0.001, rel=0.2)
+
+
 @pytest.mark.parametrize(("room", "limit"), [(2, AMPLE), (AMPLE, 2)])
 def test_a_plan_does_not_count_for_a_row_that_can_be_drafted_less_deep(room: int, limit: int) -> None:
     controller, before = with_costs(0.1, [0.001]), outlook_of([[9]], [None])
@@ -172,3 +186,13 @@ def test_the_reason_for_a_depth_by_a_rule_tells_its_expected_time() -> None:
     rule = controller.taken.rule
     assert rule is not None
     assert f"tokens in {1000 * rule.round_s[4]:.2f} ms" in controller.reason()
+
+
+@pytest.mark.parametrize(("room", "pays"), [(4, False), (AMPLE, True)])
+def test_reading_is_charged_to_the_rounds_that_are_left(room: int, pays: bool) -> None:
+    """Drafting all four tokens makes rounds of 0.1 s five times as fast, and reading 400 tokens takes 1.6 s."""
+    controller = with_costs(0.1, [1e-4])
+    controller.drafters.all[0].reading_s = 0.004
+    load = Load([0], [AUTO_SPECULATION], [room], 0)
+    (budget,) = controller.budgets(load, outlook_of([[AMPLE]], [None], unread=400), SPARE)
+    assert (budget.depth > 0) == pays

@@ -621,7 +621,7 @@ def test_tokens_and_seconds_of_drafts_are_the_sums_over_rows_and_members() -> No
     """One row is drafted by a member, the other by the merged tree; each member takes as long as its deepest row."""
     controller = with_costs(0.1, [0.01, 0.02])
     options = controller.drafters.options(0, 0, Speculation(4, auto=True), 9, outlook_of([[9], [9]], [[0.68], [0.68]]))
-    drafts = Drafts(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), [0, 0], 2, gain=2.0)
+    drafts = Drafts(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), [9, 9], [0, 0], 2, gain=2.0)
     for depth in (1, 2, 3):
         drafts.deepen(0, options[0], depth, 0.5)
     drafts.deepen(1, options[2], 2, 0.7)

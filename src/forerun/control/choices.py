@@ -61,12 +61,13 @@ class Drafts:
 
     drafters: MeasuredDrafters
     costs: RowPassCosts  # of the target's pass
+    rooms: Sequence[int]  # by row: tokens that may follow, so the number of rounds that are left at most
     depths: list[int]  # by row
     num_tokens: float | int  # in the target's pass
     gain: float
     steps: dict[int, float] = field(default_factory=dict)  # by member: draft tokens that it draws one after the other
     num_rows: dict[int, int] = field(default_factory=dict)  # by member: rows that it drafts
-    num_unread: dict[int, int] = field(default_factory=dict)  # by member: tokens that it must read first
+    num_read: dict[int, float] = field(default_factory=dict)  # by member: unread tokens, shared by the rounds to come
 
     def deepen(self, row: int, option: DraftOption, depth: int, gain: float) -> None:
         """Draft a row to this depth, which adds `gain` expected accepted tokens."""
@@ -78,13 +79,14 @@ class Drafts:
             self.steps[member] = max(self.steps.get(member, 0), option.num_drawn(depth) if option.made else depth)
             if before == 0:
                 self.num_rows[member] = self.num_rows.get(member, 0) + 1
-                self.num_unread[member] = self.num_unread.get(member, 0) + option.num_unread.get(member, 0)
+                num_rounds = max(1, min(HOLD, self.rooms[row]))
+                self.num_read[member] = self.num_read.get(member, 0) + option.num_unread.get(member, 0) / num_rounds
 
     def drafting_s(self) -> float:
         """Expected seconds of drafting."""
         taken_s = 0.0
         for member, steps in self.steps.items():
-            taken_s += self.drafters.all[member].cost_s(steps, self.num_rows[member], self.num_unread[member])
+            taken_s += self.drafters.all[member].cost_s(steps, self.num_rows[member], self.num_read[member])
         return taken_s
 
     def round_s(self) -> float:
@@ -92,9 +94,9 @@ class Drafts:
         return self.costs.expect(self.num_tokens) + self.drafting_s()
 
     def whole_s(self) -> float:
-        """Expected seconds of the round if the unread tokens are charged to it alone, not to BEHIND rounds."""
-        reading_s = sum(self.drafters.all[member].reading_s * num for member, num in self.num_unread.items())
-        return self.round_s() + (1 - 1 / BEHIND) * reading_s
+        """Expected seconds of the round if the unread tokens are charged to it alone, not to HOLD rounds."""
+        reading_s = sum(self.drafters.all[member].reading_s * num for member, num in self.num_read.items())
+        return self.round_s() + (HOLD - 1) * reading_s
 
     def tokens_per_s(self) -> float:
         """Expected speed of the round."""
@@ -172,6 +174,7 @@ class TakenPlan:
     num_held: int = HOLD  # rounds for which it was kept; HOLD: it is not kept
     estimated: bool = False  # whether it depends on drafters' estimates for that round
     rule: DepthRule | None = None  # decides the depth of a lone row in the next rounds
+    is_new: bool = True  # whether this is its first round: in later ones drafters have few unread tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,15 +241,16 @@ class ChoiceSearch:
 
     def drafts_of(self, choice: Choice) -> Drafts:
         """The drafts of a choice."""
-        assigned = [each for each in choice if each is not None]
-        drafts = self.drafts([each.option for each in assigned], len(choice))
-        for row, each in enumerate(assigned):
-            drafts.deepen(row, each.option, each.depth, each.gain)
+        drafts = self.drafts([each.option for each in choice if each is not None], len(choice))
+        for row, each in enumerate(choice):
+            if each is not None:
+                drafts.deepen(row, each.option, each.depth, each.gain)
         return drafts
 
     def drafts(self, options: Sequence[DraftOption], num_rows: int) -> Drafts:
         """The drafts of a round in which some rows have these options, with all depths still 0."""
-        return Drafts(self.drafters, self.prices(num_rows, options), [0] * num_rows, num_rows, gain=float(num_rows))
+        costs, gain = self.prices(num_rows, options), float(num_rows)
+        return Drafts(self.drafters, costs, self.load.rooms, [0] * num_rows, num_rows, gain)
 
     def prices(self, num_rows: int, options: Sequence[DraftOption] = ()) -> RowPassCosts:
         """Pass costs for `num_rows` sequences, some of them drafted by `options`."""

@@ -22,7 +22,7 @@ from forerun.draft.base import MERGED, Budget, Outlook
 from forerun.economy import FADING, NO_TIME_S, WEIGHT, Acceptance, damped, likeness
 
 ALL_WEIGHT = 24.0  # draft tokens at each depth that the rates of all rows count as for one, until rows can be compared
-BEHIND = 16  # unread tokens above which the time goes to reading, not drafting; as many rounds share its cost
+BEHIND = 16  # unread tokens above which the time goes to reading, not drafting
 OLD_WEIGHT = 8.0  # draft tokens at each depth that counts of a calibration, or from before a long pause, weigh as
 UNLIKELY = 0.5  # acceptance estimates below which `CutOff` compares them with the outcome
 MODEST = 2.0  # initial ratio of accepted to estimated tokens among these
@@ -218,10 +218,9 @@ class MeasuredDrafter:
             each_s = max(0.0, taken_s - self.cost_s(depth, len(num_unread))) / sum(num_unread)
             self.reading_s = (self.reading_s + damped(each_s, self.reading_s)) / 2 if self.reading_s else each_s
 
-    def cost_s(self, depth: float | int, num_rows: int, num_unread: int = 0) -> float:
-        """Expected seconds of drafting `num_rows` rows, with a share of the time of reading unread tokens."""
-        reading_s = self.reading_s * num_unread / BEHIND if num_unread else 0.0
-        return self.costs.expect(Kind(num_rows.bit_length(), 0, False), depth) + reading_s
+    def cost_s(self, depth: float | int, num_rows: int, num_unread: float | int = 0) -> float:
+        """Expected seconds of drafting `num_rows` rows and of reading `num_unread` tokens in all."""
+        return self.costs.expect(Kind(num_rows.bit_length(), 0, False), depth) + self.reading_s * num_unread
 
 
 @dataclass(slots=True)
@@ -310,11 +309,13 @@ class MeasuredDrafters:
             share = sum(number in options for options in rows) / len(rows)
             record.covered += SHARE * (share - record.covered)
 
-    def time(self, rows: Sequence[tuple[DraftOption, int]], outcome: Outcome, planning_s: float) -> None:
+    def time(
+        self, rows: Sequence[tuple[DraftOption, int]], outcome: Outcome, planning_s: float, is_new: bool = True
+    ) -> None:
         """Learn the seconds of drafting rows by these options, with the number of steps of each.
 
-        `planning_s` of the round's `draft_s` count as planning. A round that drafts may take less than that in all; if
-        no time were left for drafting, that would look like a change of the machine, hence LEAST_DRAFTING.
+        Unless the plan `is_new`, unread tokens were read in an earlier round. `planning_s` of `draft_s` count as
+        planning. If no time were left for drafting, that would look like a change of the machine: hence LEAST_DRAFTING.
         """
         active = {member for option, _ in rows for member in option.members}
         drafting_s = max(NO_TIME_S, outcome.draft_s - planning_s, LEAST_DRAFTING * outcome.draft_s)
@@ -323,7 +324,8 @@ class MeasuredDrafters:
             taken_s = each_s + joining_s if outcome.drafter_s else each_s
             used = [(option.num_unread.get(drafter, 0), steps) for option, steps in rows if drafter in option.members]
             if used:
-                self.all[drafter].time(max(steps for _, steps in used), [unread for unread, _ in used], taken_s)
+                num_unread = [unread * is_new for unread, _ in used]
+                self.all[drafter].time(max(steps for _, steps in used), num_unread, taken_s)
 
     def begin(self) -> None:
         """Start after a calibration, whose counts get little weight."""

@@ -66,7 +66,7 @@ class MeasuredDepth:
 
     def hold(self, load: Load) -> None:
         """Keep the last plan for one more round."""
-        self.load, self.pending, self.taken.num_held = load, True, self.taken.num_held + 1
+        self.load, self.pending, self.taken.num_held, self.taken.is_new = load, True, self.taken.num_held + 1, False
 
     def leave_alone(self, load: Load) -> bool:
         """Make no plan for a round, from which only the cost of its pass is learned. Returns True."""
@@ -312,7 +312,8 @@ class MeasuredDepth:
         """Learn the times of the draft and of the pass. Returns whether the pass took much less than expected."""
         if not drafted:
             self.planning_s += (damped(outcome.draft_s, self.planning_s) - self.planning_s) / 8
-        self.drafters.time([(each.option, each.steps(row)) for row, each in drafted], outcome, self.planning_s)
+        used = [(each.option, each.steps(row)) for row, each in drafted]
+        self.drafters.time(used, outcome, self.planning_s, self.taken.is_new)
         return self.time_pass([each.option for _, each in drafted], outcome)
 
     def time_pass(self, options: Sequence[DraftOption], outcome: Outcome) -> bool:
