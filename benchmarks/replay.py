@@ -31,7 +31,6 @@ from forerun.demo.material import QUESTIONS
 from forerun.draft.base import Committed, Drafter
 from forerun.sampling.draws import Draws
 from forerun.sampling.tables import RowSampling
-from forerun.tree import HostTree
 
 TEMPERATURES = (0.0, 0.7)
 AMPLE = 10**6
@@ -74,17 +73,10 @@ class Running:
         """Tokens behind the root."""
         return len(self.answer.tokens) - 1 - self.place
 
-    def judged(self, tree: HostTree) -> tuple[int, int]:
-        """How many draft tokens of a tree are judged along the answer, and how many of these it has."""
-        children = {
-            (parent, token): node for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True))
-        }
-        node, accepted = 0, 0
-        for token in self.answer.tokens[self.place + 1 :]:
-            if (node, token) not in children:
-                break
-            node, accepted = children[node, token], accepted + 1
-        return accepted + (node in tree.parents), accepted
+    def num_accepted(self, chain: Sequence[int]) -> int:
+        """How many tokens of a chain, which follows the root, the answer has in these places."""
+        rest = self.answer.tokens[self.place + 1 :]
+        return next((i for i, token in enumerate(chain) if i >= len(rest) or token != rest[i]), len(chain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +124,11 @@ def committed(rows: Sequence[Running]) -> Committed:
     )
 
 
-def trees_of(
+def chains_of(
     controller: Controller, drafter: Drafter, rows: Sequence[Running], load: Load, vocab: int
-) -> tuple[str, Sequence[HostTree]]:
-    """The kind of the round, and the draft tree of each row."""
-    nothing = [HostTree.of_root(row.answer.tokens[row.place]) for row in rows]
+) -> tuple[str, list[Sequence[int]]]:
+    """The kind of the round, and the draft tokens of each row."""
+    nothing: list[Sequence[int]] = [()] * len(rows)
     if controller.skips(load):
         return PLAIN, nothing
     if late := [row for row in rows if row.known < row.place]:
@@ -146,8 +138,8 @@ def trees_of(
     if not any(budget.depth for budget in budgets):
         return LOOKED, nothing
     draft = drafter.propose(draws_of(rows, vocab), budgets)
-    trees = controller.admit(draft, load).host()
-    return (DRAFTED if any(tree.num_drafted for tree in trees) else LOOKED), trees
+    chains: list[Sequence[int]] = [tree.tokens[1:] for tree in controller.admit(draft, load).host()]
+    return (DRAFTED if any(chains) else LOOKED), chains
 
 
 def draws_of(rows: Sequence[Running], vocab: int) -> Draws:
@@ -169,14 +161,15 @@ def replayed(answers: Sequence[Answer], drafter: Drafter, batch: int, options: O
         num_context = sum(len(row.answer.prompt) + row.place for row in running)
         load = Load(seq_ids, [speculation] * len(running), [row.left - 1 for row in running], 0, num_context)
         started_s = time.thread_time()
-        kind, trees = trees_of(controller, drafter, running, load, vocab)
+        kind, chains = chains_of(controller, drafter, running, load, vocab)
         host_s = time.thread_time() - started_s
         outcomes = []
-        for row, tree in zip(running, trees, strict=True):
-            judged, accepted = row.judged(tree)
-            outcomes.append(RowOutcome(row.seq_id, tree.num_drafted, judged, accepted, accepted + 1))
+        for row, chain in zip(running, chains, strict=True):
+            accepted = row.num_accepted(chain)
+            judged = min(len(chain), accepted + 1)
+            outcomes.append(RowOutcome(row.seq_id, len(chain), judged, accepted, accepted + 1))
             row.place += accepted + 1
-        num_drafted = sum(tree.num_drafted for tree in trees)
+        num_drafted = sum(map(len, chains))
         plain_s = 1e-3 * (options.pass_ms + options.token_ms * (len(running) - 1))
         outcome = Outcome(
             outcomes, 0, DRAFT_S[kind], plain_s + 1e-3 * options.token_ms * num_drafted, verdict_s=VERDICT_S[kind]

@@ -24,7 +24,6 @@ AUTO: Literal["auto"] = "auto"
 MOST_COUNT = 2**53  # of bytes, tokens or sequences: exact in float64, and products with small sizes fit 64 bits
 MOST_THREADS = 1024  # of a process; torch crashes with many more
 AUTO_DEPTH = 16  # the maximum depth if the depth is chosen automatically
-AUTO_WIDTH = 3  # the maximum width of trees that are chosen automatically, in place of chains
 DEFAULT_DEPTH = 4
 
 

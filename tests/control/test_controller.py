@@ -71,7 +71,7 @@ def test_trust_in_estimates_recovers_soon_after_a_calibration_with_few_accepted_
     The trust rises above 0.6, and an option's survival is the drafter's own estimate times the trust.
     """
     drafters = MeasuredDrafters([MeasuredDrafter(predicted=100.0, accepted=10.0)], [""])
-    outlook = Outlook([0], [3], lambda i, least, width: [0.5, 0.4, 0.2])
+    outlook = Outlook([0], [3], lambda i, least: [0.5, 0.4, 0.2])
     speculation = Speculation(16, auto=True)
     assert drafters.options(0, 0, speculation, 99, outlook)[0].predicted == [0.5, 0.4, 0.2]
     assert drafters.all[0].trust < 0.2

@@ -80,9 +80,9 @@ class VaryingRates:
             rate = dice.choice(self.rates)
             estimates = [self.estimated_share * each for each in self.survival(self.estimated_rate or rate)]
 
-            def estimate(_row: int, _least: float, _width: int, known: Sequence[float] = estimates) -> Sequence[float]:
+            def estimate(_row: int, _least: float, estimates: Sequence[float] = estimates) -> Sequence[float]:
                 self.num_estimates += 1
-                return known
+                return estimates
 
             (budget,) = controller.budgets(load, Outlook([0], [AMPLE], estimate), SPARE)
             depth = sum(each >= budget.min_survival for each in estimates[: budget.depth])

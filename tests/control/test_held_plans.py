@@ -9,7 +9,7 @@ from control.test_measured import budgets_of, outlook_of, with_costs
 from control.worlds import AMPLE, AUTO_SPECULATION
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
-from forerun.config import AUTO_WIDTH, Speculation
+from forerun.config import Speculation
 from forerun.control.controller import Load
 from forerun.control.costs import CLEAR, Kind
 from forerun.control.measured import MeasuredDepth
@@ -166,7 +166,7 @@ def ruled(share: float) -> MeasuredDepth:
 
 def budget_by(controller: MeasuredDepth, estimate: Callable[[float], Sequence[float]]) -> Sequence[Budget]:
     """The budget of a lone row whose drafter gives this estimate for a least survival."""
-    return controller.budgets(LOAD, Outlook([0], [AMPLE], lambda _row, least, _width: estimate(least)), SPARE)
+    return controller.budgets(LOAD, Outlook([0], [AMPLE], lambda _row, least: estimate(least)), SPARE)
 
 
 def test_a_rule_asks_for_all_estimates_that_may_count() -> None:
@@ -177,20 +177,6 @@ def test_a_rule_asks_for_all_estimates_that_may_count() -> None:
     assert rule is not None
     budget_by(controller, lambda least: asked.append(least) or ())
     assert 0 < asked[0] * trust <= rule.min_survival * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("most", [1, 2, AMPLE])
-def test_a_rule_asks_for_trees_as_wide_as_the_drafter_can_estimate(most: int) -> None:
-    controller, asked = ruled(1.0), list[int]()
-
-    def estimate(_row: int, _least: float, width: int) -> Sequence[float]:
-        asked.append(width)
-        return [0.9, 0.8, 0.6]
-
-    (budget,) = controller.budgets(LOAD, Outlook([0], [AMPLE], estimate, width=most), SPARE)
-    assert (budget.depth, budget.width, budget.nodes) == (3, min(most, AUTO_WIDTH), 3)
-    assert asked == [budget.width]
-    assert controller.reason().startswith("a tree of 3 draft tokens:" if most > 1 else "depth 3:")
 
 
 def test_the_reason_for_a_depth_by_a_rule_tells_its_expected_time() -> None:

@@ -108,7 +108,7 @@ def test_no_draft_whose_survival_is_at_most_the_least_survival_is_faster_than_pl
     assert 0 <= least <= 1
     rates = data.draw(st.lists(RATES, min_size=num_rows, max_size=num_rows))
     survival = [[least * each for each in itertools.accumulate(row, operator.mul)] for row in rates]
-    outlook = Outlook([0] * num_rows, [AMPLE] * num_rows, lambda i, _least, _width: survival[i])
+    outlook = Outlook([0] * num_rows, [AMPLE] * num_rows, lambda i, _least: survival[i])
     plain, *others = controller.search.plans(controller.options(controller.load, outlook))
     assert least == 0 or all(other.tokens_per_s <= plain.tokens_per_s * (1 + 1e-9) for other in others)
 
@@ -124,7 +124,7 @@ def test_rows_in_a_batch_ask_only_for_estimates_that_can_pay_except_in_trials() 
         controller.costs.record(Kind.of(8), size, size * 1e-3)
     load = Load(range(8), [AUTO_SPECULATION] * 8, [AMPLE] * 8, 0)
 
-    def estimate(_row: int, least: float, _width: int) -> Sequence[float]:
+    def estimate(_row: int, least: float) -> Sequence[float]:
         requested.append(least)
         return [0.9] * (least < 0.9)
 

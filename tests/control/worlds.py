@@ -20,10 +20,10 @@ Run = tuple[int, int]  # numbers of judged and of accepted draft tokens of a mem
 NO_RUN: Run = (0, 0)
 
 
-def estimates(rates: Sequence[float]) -> Callable[[int, float, int], Sequence[float]]:
+def estimates(rates: Sequence[float]) -> Callable[[int, float], Sequence[float]]:
     """`Outlook.estimate` of a drafter whose acceptance rate is `rates[i]` at every depth of row i."""
 
-    def estimate(i: int, least: float, _width: int) -> Sequence[float]:
+    def estimate(i: int, least: float) -> Sequence[float]:
         survival = [rates[i] ** depth for depth in range(1, AUTO_DEPTH + 1)]
         return [each for each in survival if each >= least]
 

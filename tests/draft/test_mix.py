@@ -168,7 +168,7 @@ class FixedDrafter:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         return Outlook([len(self.draft_tokens)] * len(seq_ids), [self.draft_tokens[0]] * len(seq_ids), self.estimate)
 
-    def estimate(self, i: int, _least: float, _width: int) -> Sequence[float]:
+    def estimate(self, i: int, _least: float) -> Sequence[float]:
         return [0.5]
 
     def forget(self, seq_ids: Sequence[int]) -> None:

@@ -90,7 +90,7 @@ def test_the_estimate_is_the_past_accuracy_of_matches_of_the_same_length(
     chances = [rate(own, n, prior) for n, prior in zip(along, beliefs, strict=True)]
     estimate = drafter.outlook([5]).estimate
     assert estimate is not None
-    assert estimate(0, 0.0, 1) == pytest.approx([math.prod(chances[: i + 1]) for i in range(len(chances))])
+    assert estimate(0, 0.0) == pytest.approx([math.prod(chances[: i + 1]) for i in range(len(chances))])
     alone = [rate(own, n, PRIOR_RATE) for n in along]
     survival = [math.prod(alone[: i + 1]) for i in range(depth)] if last else []
     for price in (1e-9, 0.2):

@@ -264,7 +264,7 @@ class MeasuredDrafters:
         for drafter, member in enumerate(outlook.drafters.values() if outlook.drafters else [outlook]):
             learned, limit, survival = self.all[drafter], member.limit[i], None
             if limit and member.estimate is not None:
-                survival = member.estimate(i, least / learned.trust if speculation.auto else 0.0, 1)
+                survival = member.estimate(i, least / learned.trust if speculation.auto else 0.0)
                 limit = min(limit, len(survival)) if len(survival) < AUTO_DEPTH else limit
             budget = Budget.of(speculation, min(room, limit))
             if budget.depth == 0:

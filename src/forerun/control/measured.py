@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.cache.paged import Spare
-from forerun.config import AUTO_DEPTH, AUTO_WIDTH
+from forerun.config import AUTO_DEPTH
 from forerun.control.choices import Choice, ChoiceSearch, Options, Planned, TakenPlan, fallbacks, tokens_of
 from forerun.control.controller import FixedDepth, Load, fitting
 from forerun.control.costs import CHANGED, LONG, CostTable
@@ -103,16 +103,15 @@ class MeasuredDepth:
         rule, learned, (seq_id,) = self.taken.rule, self.drafters.all[0], load.seq_ids
         assert rule is not None, "a rule is held"
         limit = Budget.of(load.speculations[0], min(load.rooms[0], outlook.limit[0])).depth
-        width = min(AUTO_WIDTH, outlook.width)
         estimate: Sequence[float] = ()
         if limit and outlook.estimate is not None:
-            estimate = outlook.estimate(0, min(1.0, rule.min_survival / learned.trust), width)[:limit]
+            estimate = outlook.estimate(0, min(1.0, rule.min_survival / learned.trust))[:limit]
         depth = rule.depth([min(1.0, learned.trust * chance) for chance in estimate])
         self.taken.assigned, self.can_draft = {seq_id: None}, True
         self.advise(drafting=depth > 0)
         if depth == 0:
             return [[NO_DRAFT]]
-        option = learned.option(seq_id, Budget(depth, width), estimate, {0: 0}, True, ())
+        option = learned.option(seq_id, Budget(depth), estimate, {0: 0}, True, ())
         self.taken.assigned = {seq_id: Assignment(option, depth)}
         self.taken.tokens_per_s = (1 + option.gain) / rule.round_s[depth]
         return [[option.budget]]
@@ -181,9 +180,7 @@ class MeasuredDepth:
         plain = f"a plain round takes {1000 * plain_s:.2f} ms" if plain_s else "the time of a plain one is unknown"
         if assigned and assigned.depth:
             name = self.drafters.names[assigned.option.budget.drafter]
-            is_tree = assigned.option.budget.width > 1
-            chosen = f"a tree of {assigned.budget.nodes} draft tokens" if is_tree else f"depth {assigned.depth}"
-            chosen += f" by {name}" if name else ""
+            chosen = f"depth {assigned.depth}" + (f" by {name}" if name else "")
             if assigned.option.made:
                 chosen += f" while survival is at least {100 * assigned.option.budget.min_survival:.0f} %"
         if self.trials.tried is not None:

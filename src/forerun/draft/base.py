@@ -168,14 +168,11 @@ class Outlook:
     `unread[i]` is the number of committed tokens that the drafter would have to process before it drafts. `limit[i]` is
     the greatest depth that it can draft now, limited by its own context length and memory.
 
-    `estimate(i, least, width)` returns the survival of the draft tokens of the i-th sequence, in descending order: of
-    the first 1, 2, ... tokens of its best chain or, if `width` is above 1, of the nodes of its best tree with at most
-    `width` children of a node. A budget with this width, and with n as depth and number of nodes, must get the first n
-    of them. It may leave out probabilities below `least`, whose tokens would not be drafted; fewer than `AUTO_DEPTH`
-    numbers mean that the draft has no more tokens. The controller calls it only to compare drafters or sequences, since
-    it may take long. It is None for a drafter without estimates; `width` is the greatest width that it can be asked
-    for. `ends_early` says that the drafter ends its chains at `Budget.min_survival` by itself, so that no estimate is
-    needed before.
+    `estimate(i, least)` returns, for the best draft of the i-th sequence, the probability that its first 1, 2, ...
+    tokens are all accepted. It may leave out probabilities below `least`, whose tokens would not be drafted; fewer than
+    `AUTO_DEPTH` numbers mean that the draft has no more tokens. The controller calls it only to compare drafters or
+    sequences, since it may take long. It is None for a drafter without estimates. `ends_early` says that the drafter
+    ends its chains at `Budget.min_survival` by itself, so that no estimate is needed before.
 
     A mix adds the outlook of each member in `drafters`, by name and in their order, without MERGED. `merged_runs` of a
     member whose drafts were merged in the last round has for each sequence how many of its draft tokens were judged
@@ -184,11 +181,10 @@ class Outlook:
 
     unread: Sequence[int]
     limit: Sequence[int]
-    estimate: Callable[[int, float, int], Sequence[float]] | None = None
+    estimate: Callable[[int, float], Sequence[float]] | None = None
     drafters: Mapping[str, Outlook] = field(default_factory=dict)
     merged_runs: Sequence[tuple[int, int]] = ()
     ends_early: bool = False
-    width: int = 1
 
 
 @runtime_checkable

@@ -174,7 +174,7 @@ class NgramDrafter:
         texts = [self.texts.get(seq_id) for seq_id in seq_ids]
         matches = [None if t is None or t.root is None else self.match(t, [t.root]) for t in texts]
 
-        def estimate(i: int, _least: float, _width: int) -> Sequence[float]:
+        def estimate(i: int, _least: float) -> Sequence[float]:
             indexed, match = texts[i], matches[i]
             if indexed is None or match is None:
                 return ()

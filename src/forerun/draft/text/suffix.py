@@ -29,7 +29,6 @@ from forerun.draft.text.suffix_tree import Insertion, Leaf, Node, SuffixTree
 from forerun.models.bundled import BUNDLED_TABLES
 from forerun.models.runner import Runner
 from forerun.sampling.draws import Draws
-from forerun.shape import MOST_WIDTH
 from forerun.tree import DraftTree, HostTree, survival_of
 
 PAST = "past answers"
@@ -49,8 +48,8 @@ Contexts = tuple[Places, Places, tuple[int, ...]]
 class SuffixSequence:
     """One sequence: the tree of its text, whose last token is the root, and its place in its tenant's past answers.
 
-    While `tenant` is None, past answers are not used. `estimated` is the chain or tree of the last estimate, of
-    the given `width` and down to the survival `least`, until the text grows.
+    While `tenant` is None, past answers are not used. `estimated` is the chain of the last estimate, down to the
+    survival `least`, until the text grows.
     """
 
     tree: SuffixTree
@@ -59,7 +58,6 @@ class SuffixSequence:
     num_prompt: int = 0
     estimated: HostTree | None = None
     least: float = LEAST_SURVIVAL
-    width: int = 1
 
 
 class SuffixDrafter:
@@ -106,11 +104,11 @@ class SuffixDrafter:
 
     def draft(self, sequence: SuffixSequence, budget: Budget, after_text: Sequence[int] = ()) -> HostTree:
         """The likeliest tree within a budget, from the text followed by `after_text`."""
-        estimated = None if after_text or budget.width != sequence.width else sequence.estimated
-        if estimated is not None and (budget.width == 1 or budget.depth >= budget.nodes):
-            ends_before = min(budget.depth, budget.nodes) < len(estimated.tokens)
+        chain = None if after_text or budget.width > 1 else sequence.estimated
+        if chain is not None:
+            ends_before = min(budget.depth, budget.nodes) < len(chain.tokens)
             if ends_before or max(LEAST_SURVIVAL, budget.min_survival) >= sequence.least:
-                return shortened(estimated, budget)
+                return shortened(chain, budget)
         tree, places = sequence.tree, self.places_in_past(sequence, after_text)
         steps: list[Insertion] = []
         for token in after_text:
@@ -135,19 +133,15 @@ class SuffixDrafter:
     def outlook(self, seq_ids: Sequence[int]) -> Outlook:
         """Any depth for a known sequence; nothing is ever unread."""
         limit = [sys.maxsize if seq_id in self.sequences else 0 for seq_id in seq_ids]
+        return Outlook([0] * len(seq_ids), limit, lambda i, least: self.estimate(seq_ids[i], least))
 
-        def estimate(i: int, least: float, width: int) -> Sequence[float]:
-            return self.estimate(seq_ids[i], least, width)
-
-        return Outlook([0] * len(seq_ids), limit, estimate, width=MOST_WIDTH)
-
-    def estimate(self, seq_id: int, least: float = 0.0, width: int = 1) -> Sequence[float]:
-        """The survival of each token of the likeliest chain or tree, down to `least`; it is saved for `propose`."""
+    def estimate(self, seq_id: int, least: float = 0.0) -> Sequence[float]:
+        """The survival of each token of the likeliest chain, down to `least`; the chain is saved for `propose`."""
         sequence = self.sequences.get(seq_id)
         if sequence is None:
             return ()
-        sequence.estimated, sequence.least, sequence.width = None, min(1.0, max(LEAST_SURVIVAL, least)), width
-        sequence.estimated = self.draft(sequence, Budget(AUTO_DEPTH, width, min_survival=sequence.least))
+        sequence.estimated, sequence.least = None, min(1.0, max(LEAST_SURVIVAL, least))
+        sequence.estimated = self.draft(sequence, Budget(AUTO_DEPTH, min_survival=sequence.least))
         return sequence.estimated.survival[1:]
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -251,12 +245,12 @@ def likeliest(root: int, sources: Sources, contexts: Contexts, budget: Budget) -
     return tree
 
 
-def shortened(tree: HostTree, budget: Budget) -> HostTree:
-    """The first nodes of a tree with descending survival, within a budget whose depth bounds no path."""
-    num_nodes = 1 + min(budget.depth, budget.nodes, len(tree.tokens) - 1)
-    while tree.survival[num_nodes - 1] < budget.min_survival:
+def shortened(chain: HostTree, budget: Budget) -> HostTree:
+    """The first tokens of a chain, within a budget."""
+    num_nodes = 1 + min(budget.depth, budget.nodes, len(chain.tokens) - 1)
+    while chain.survival[num_nodes - 1] < budget.min_survival:
         num_nodes -= 1
-    return HostTree(tree.tokens[:num_nodes], tree.parents[:num_nodes], survival=tree.survival[:num_nodes])
+    return HostTree(chain.tokens[:num_nodes], chain.parents[:num_nodes], survival=chain.survival[:num_nodes])
 
 
 def plan_suffix(spec: DraftSpec, context: DraftContext) -> DraftPlan:
