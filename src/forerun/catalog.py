@@ -96,11 +96,13 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
 
 
 def drafters_for(target: Blueprint, tokenizer: Tokenizer) -> Iterator[DrafterFacts]:
-    """The drafters of a target: `auto`, trained drafters, its own MTP modules, draft models, and text drafters."""
+    """The drafters of a target: `auto`, trained ones by rank, its own MTP modules, draft models, text drafters."""
     yield DrafterFacts(AUTO_DRAFT, f"chooses {resolve_auto(DraftSpec(AUTO_DRAFT), target)}")
-    trained = {str(record.spec(folder)): max(record.tokens_per_round) for folder, record in records_of(target)}
-    for draft, tokens in trained.items():
-        yield DrafterFacts(draft, f"{tokens:.2f} tokens per round when it was trained")
+    ranked = sorted(records_of(target), key=lambda each: each[1].rank, reverse=True)
+    trained = {str(record.spec(folder)): record for folder, record in ranked}
+    for draft, record in trained.items():
+        speed_up = "" if record.speed_up is None else f" and a predicted speed-up of ×{record.speed_up:.2f}"
+        yield DrafterFacts(draft, f"{max(record.tokens_per_round):.2f} tokens per round{speed_up} when it was trained")
     if find_modules(target.checkpoint(target.dtype).stored, target.config.layers) is not None:
         yield DrafterFacts("mtp", "modules in its own checkpoint")
     for model in models_here():

@@ -1,6 +1,7 @@
 """`forerun models`: what it says of a model holds when the model is run, and the list has what the machine has."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def test_draft_models_are_those_with_its_tokenizer_and_a_third_of_its_size_at_mo
     assert not {"model:stdlib", "model:stdlib-draft-1024"} & found.keys()
     assert "when it was trained" in found["model:stdlib-middle"], "it is larger, but was trained for this target"
     assert len(found) == len(listed), "each is listed once"
+
+
+def test_trained_drafters_are_listed_from_the_best_to_the_worst_by_the_measure_of_auto(machine: Path) -> None:
+    """The tokens per round alone would not explain the choice: here a drafter with fewer is faster."""
+    auto, *listed = json.loads(invoke("stdlib", "--json").stdout)["drafters"]
+    trained = [each for each in listed if "when it was trained" in each["about"]]
+    speed_ups = [float(re.search(r"×(\d+\.\d+)", each["about"])[1]) for each in trained]  # type: ignore[index]
+    assert speed_ups == sorted(speed_ups, reverse=True)
+    assert len(set(speed_ups)) > 1
+    assert auto["about"] == f"chooses {trained[0]['draft']}"
 
 
 def test_broken_entries_of_the_hubs_cache_are_skipped(machine: Path) -> None:

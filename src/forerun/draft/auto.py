@@ -76,6 +76,13 @@ class DrafterRecord:
             return None
         return record if record.acceptance_at_depth and record.tokens_per_round else None
 
+    @property
+    def rank(self) -> tuple[int, float]:
+        """A sort key: first drafters that save no time, then those without a speed-up, by their tokens per round."""
+        if self.speed_up is None:
+            return 1, max(self.tokens_per_round)
+        return 2 * (self.speed_up > 1), self.speed_up
+
     def spec(self, folder: Path) -> DraftSpec:
         """The specification of the drafter alone, whose weights are in this folder."""
         return DraftSpec(self.drafter, argument=f"{self.argument}{bundled_name(folder)}")
@@ -110,7 +117,8 @@ def resolve_auto(spec: DraftSpec, target: Blueprint, alone: bool = True) -> Draf
         return replace(spec, members=tuple(resolve_auto(member, target, alone=False) for member in spec.members))
     if spec.argument is not None or spec.members:
         raise UnknownDrafter(f"{spec}: auto finds drafters near the target by itself: write auto without an argument")
-    best = best_of_records(list(records_of(target)))
+    useful = (each for each in records_of(target) if each[1].rank[0])
+    best = max(useful, key=lambda each: each[1].rank, default=None)
     if best is None:
         return MTP_MODULES if has_mtp_modules(target) else NO_WEIGHTS
     return best[1].best_spec(best[0]) if alone else best[1].spec(best[0])
@@ -147,15 +155,3 @@ def records_of(target: Blueprint) -> Iterator[PathAndRecord]:
             log.warning("%s is ignored: it names the drafter %s, which this version does not have", path, unknown)
             continue
         yield path.parent, record
-
-
-def best_of_records(records: list[PathAndRecord]) -> PathAndRecord | None:
-    """The record with the greatest predicted speed-up above 1.
-
-    If there is none, the record without a speed-up that has the most tokens per round; None without such records.
-    """
-    faster = [each for each in records if (each[1].speed_up or 0) > 1]
-    if faster:
-        return max(faster, key=lambda each: each[1].speed_up or 0)
-    untimed = [each for each in records if each[1].speed_up is None]
-    return max(untimed, key=lambda each: max(each[1].tokens_per_round), default=None)
