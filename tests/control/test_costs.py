@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG, CostTable, Curve, Kind, rising
+from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG, CostTable, Curve, Kind, Level, rising
 
 LONE_ROW = Kind.of(1)
 
@@ -53,10 +53,19 @@ def test_costs_never_fall_with_size(seed: int, flat: bool) -> None:
         assert all(small <= large * (1 + 1e-9) for small, large in itertools.pairwise(expected))
 
 
-def test_costs_are_linear_between_measured_sizes_and_beyond_them() -> None:
-    """Beyond the largest size the slope is that of the upper half of the measured sizes."""
-    table = measured({1: 0.06, 2: 0.07, 4: 0.09, 8: 0.13})
-    expected = {1: 0.06, 2: 0.07, 3: 0.08, 4: 0.09, 6: 0.11, 8: 0.13, 12: 0.17}
+@pytest.mark.parametrize(
+    ("times_s", "expected"),
+    [
+        ({2: 0.08, 4: 0.08, 7: 0.11, 8: 0.13}, {1: 0.08, 3: 0.08, 6: 0.10, 7.5: 0.12, 8: 0.13, 12: 0.18}),
+        ({4: 0.08, 8: 0.10}, {1: 0.065, 2: 0.07, 16: 0.14}),
+        ({4: 0.04, 8: 0.12}, {1: 0.01, 2: 0.02, 16: 0.28}),
+    ],
+)
+def test_costs_are_linear_between_measured_sizes_and_beyond_them(
+    times_s: dict[int, float], expected: dict[float, float]
+) -> None:
+    """Beyond the largest size the slope is that of the upper half of sizes; a small size costs its share at least."""
+    table = measured(times_s)
     assert {size: table.expect(LONE_ROW, size) for size in expected} == pytest.approx(expected)
 
 
@@ -116,14 +125,41 @@ def test_after_a_change_of_the_level_only_new_measurements_count(then: Callable[
     )
 
 
-def test_old_measurements_that_differ_from_a_new_one_are_dropped() -> None:
-    """32 measurements of 0.1 s outweigh one of 0.05 s, unless they are older than LONG rounds."""
-    for now, expected in ((LATEST + 1, 0.1), (LATEST + LONG + 1, 0.05)):
-        curve = Curve()
-        for earlier in range(LATEST):
-            curve.record(5, 0.1, earlier)
-        curve.record(5, 0.05, now)
-        assert curve.expect(5) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("new_s", "now", "expected"),
+    [(0.05, LATEST + 1, 0.1), (0.05, LATEST + LONG + 1, 0.05), (0.12, LATEST + LONG + 1, 0.11)],
+)
+def test_old_measurements_count_as_one_or_not_at_all_if_they_differ(new_s: float, now: int, expected: float) -> None:
+    """32 measurements of 0.1 s outweigh a new one, unless they are older than LONG rounds."""
+    curve = Curve()
+    for earlier in range(LATEST):
+        curve.record(5, 0.1, earlier)
+    curve.record(5, new_s, now)
+    assert curve.expect(5) == pytest.approx(expected)
+
+
+def test_the_latest_measurements_of_a_size_decide_its_cost() -> None:
+    table = measured({5: 0.1}, num=10 * LATEST)
+    for _ in range(LATEST):
+        table.record(LONE_ROW, 5, 0.13)
+    assert table.expect(LONE_ROW, 5) == pytest.approx(0.13)
+
+
+def test_the_level_changes_by_the_median_of_odd_rounds_and_only_once() -> None:
+    """A round after the change is compared with the new level; the scatter is that of usual rounds."""
+    for ratios in ((9.0, 2.0, 3.0, 8.0, 4.0), (0.1, 0.5, 0.2, 0.4, 0.3)):
+        level = Level()
+        assert [level.record(each) for each in (*ratios, ratios[0])] == [False] * (CLEAR - 1) + [True, False]
+        assert level.factor == sorted(ratios)[CLEAR // 2]
+        assert level.scatter == 0.0
+
+
+def test_a_change_of_the_level_keeps_what_was_measured_before_it() -> None:
+    """The last of CLEAR rounds at three times the cost took a third longer than the others."""
+    table = measured({5: 0.05}, num=12)
+    for taken_s in (*[0.15] * (CLEAR - 1), 0.2):
+        table.record(LONE_ROW, 5, taken_s)
+    assert table.expect(LONE_ROW, 5) == pytest.approx(0.15)
 
 
 def test_a_kind_without_measurements_starts_with_the_costs_of_the_most_similar_kind() -> None:

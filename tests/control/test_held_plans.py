@@ -12,7 +12,7 @@ from forerun.cache.paged import Spare
 from forerun.config import Speculation
 from forerun.control.controller import Load
 from forerun.control.costs import CLEAR, Kind
-from forerun.control.measured import MeasuredDepth
+from forerun.control.measured import TRIAL_SHARE, MeasuredDepth
 from forerun.control.trials import HOLD, LONGEST, NOTHING
 from forerun.draft.base import Budget, Outlook
 
@@ -188,11 +188,22 @@ def test_the_reason_for_a_depth_by_a_rule_tells_its_expected_time() -> None:
     assert f"tokens in {1000 * rule.round_s[4]:.2f} ms" in controller.reason()
 
 
-@pytest.mark.parametrize(("room", "pays"), [(4, False), (AMPLE, True)])
+@pytest.mark.parametrize(("room", "pays"), [(4, False), (HOLD, True), (AMPLE, True)])
 def test_reading_is_charged_to_the_rounds_that_are_left(room: int, pays: bool) -> None:
     """Drafting all four tokens makes rounds of 0.1 s five times as fast, and reading 400 tokens takes 1.6 s."""
     controller = with_costs(0.1, [1e-4])
     controller.drafters.all[0].reading_s = 0.004
     load = Load([0], [AUTO_SPECULATION], [room], 0)
-    (budget,) = controller.budgets(load, outlook_of([[AMPLE]], [None], unread=400), SPARE)
-    assert (budget.depth > 0) == pays
+    (budget,) = controller.budgets(load, outlook_of([[4]], [[1.0]], unread=400), SPARE)
+    assert budget.depth == (4 if pays else 0)
+
+
+@pytest.mark.parametrize("room", [2, HOLD, AMPLE])
+def test_a_trial_costs_all_the_reading_of_its_round(room: int) -> None:
+    """The next trial of a drafter that reads 400 tokens, as long as 16 passes, is as far away in all rooms."""
+    controller = with_costs(0.1, [0.0])
+    controller.drafters.all[0].reading_s, controller.drafters.all[0].retry.num_idle = 0.004, LONGEST
+    load = Load([0], [AUTO_SPECULATION], [room], 0)
+    controller.budgets(load, outlook_of([[AMPLE]], [[0.0]], unread=400), SPARE)
+    assert controller.trials.tried == 0
+    assert controller.trials.patience == pytest.approx(16 * 2 / TRIAL_SHARE, rel=0.01)

@@ -7,7 +7,7 @@ or tries another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -79,7 +79,7 @@ class Drafts:
             self.steps[member] = max(self.steps.get(member, 0), option.num_drawn(depth) if option.made else depth)
             if before == 0:
                 self.num_rows[member] = self.num_rows.get(member, 0) + 1
-                num_rounds = max(1, min(HOLD, self.rooms[row]))
+                num_rounds = min(HOLD, self.rooms[row])
                 self.num_read[member] = self.num_read.get(member, 0) + option.num_unread.get(member, 0) / num_rounds
 
     def drafting_s(self) -> float:
@@ -92,11 +92,6 @@ class Drafts:
     def round_s(self) -> float:
         """Expected seconds of the round."""
         return self.costs.expect(self.num_tokens) + self.drafting_s()
-
-    def whole_s(self) -> float:
-        """Expected seconds of the round if the unread tokens are charged to it alone, not to HOLD rounds."""
-        reading_s = sum(self.drafters.all[member].reading_s * num for member, num in self.num_read.items())
-        return self.round_s() + (HOLD - 1) * reading_s
 
     def tokens_per_s(self) -> float:
         """Expected speed of the round."""
@@ -246,6 +241,11 @@ class ChoiceSearch:
             if each is not None:
                 drafts.deepen(row, each.option, each.depth, each.gain)
         return drafts
+
+    def whole_s(self, choice: Choice) -> float:
+        """Expected seconds of a round with this choice if it is charged for all tokens that drafters read in it."""
+        last_round = replace(self, load=replace(self.load, rooms=[1] * len(choice)))
+        return last_round.drafts_of(choice).round_s()
 
     def drafts(self, options: Sequence[DraftOption], num_rows: int) -> Drafts:
         """The drafts of a round in which some rows have these options, with all depths still 0."""

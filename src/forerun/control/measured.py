@@ -216,7 +216,7 @@ class MeasuredDepth:
         self.trials.tried = self.trial(rows, best)
         if self.trials.tried is not None:
             choice = self.on_trial(best.choice, rows, self.trials.tried)
-            lost = best.tokens_per_s * search.drafts_of(choice).whole_s() - tokens_of(choice)
+            lost = best.tokens_per_s * search.whole_s(choice) - tokens_of(choice)
             cost = lost / tokens_of(best.choice)
             self.trials.patience = math.ceil(cost * (1 + len(self.drafters.all)) / TRIAL_SHARE)
             return Planned(choice, best.tokens_per_s)
