@@ -124,6 +124,19 @@ def test_missing_counters_give_no_acceptance() -> None:
     assert not counts_of_answers([]).known
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "1e300"])
+def test_values_that_are_no_counts_are_left_out(value: str) -> None:
+    broken = VLLM.replace(" 80.0", f" {value}").replace(" 12.0", f" {value}")
+    assert counts_of(broken, "vllm:") == SpeculationCounts(40.0, None, 36.0, accepted_at_depth=(24.0,))
+
+
+def test_counters_that_have_decreased_are_of_another_server() -> None:
+    before = counts_of(VLLM, "vllm:")
+    for lower in (replace(before, num_drafts=39.0), replace(before, accepted_at_depth=(24.0, 11.0))):
+        assert not lower.since(before).known
+        assert before.since(lower).known
+
+
 def test_draft_tokens_beyond_the_end_of_an_answer_make_no_round_longer() -> None:
     """vLLM counted 9 of 9 draft tokens as accepted in an answer of 12 tokens, the first from the prompt."""
     acceptance = acceptance_of(SpeculationCounts(3.0, 9.0, 9.0, accepted_at_depth=(3.0, 3.0, 3.0)), 11)

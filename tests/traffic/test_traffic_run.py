@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -194,6 +195,46 @@ def test_failures_count_and_have_no_times() -> None:
 def test_a_chunk_in_another_form_is_an_error_of_its_answer(chunk: object) -> None:
     with pytest.raises(InvalidRequest, match="failed the first request: a chunk does not have OpenAI's form: "):
         load_test(FakeServer(ending=event(chunk) + b"data: [DONE]\n\n"))
+
+
+NO_COUNTS = (None, "x", [1], {"a": 1}, math.nan, math.inf, -1, 10**400)
+
+
+@pytest.mark.parametrize("value", NO_COUNTS, ids=lambda value: str(value)[:9])
+def test_numbers_of_a_server_that_are_no_counts_are_left_out(value: object) -> None:
+    def times_of(chunk: dict[str, Any]) -> ChunkTimes:
+        times = ChunkTimes()
+        times.add(json.dumps(chunk).encode())
+        return times
+
+    counts = {"num_drafted": 4, "num_accepted": 3, "num_rounds": 3}
+    timings = {"draft_n": 4, "draft_n_accepted": 3, "predicted_n": 6}
+    assert (
+        times_of({"usage": {"speculation": counts}}).speculation == counts == times_of({"timings": timings}).speculation
+    )
+    for name in counts:
+        assert times_of({"usage": {"speculation": counts | {name: value}}}).speculation is None
+    for name in timings:
+        assert times_of({"timings": timings | {name: value}}).speculation is None
+    assert times_of({"usage": {"completion_tokens": value}}).num_tokens == 0
+
+
+def test_a_report_is_made_in_spite_of_numbers_that_are_no_counts() -> None:
+    usage = {
+        "completion_tokens": "8",
+        "speculation": {"num_drafted": "4", "num_accepted": None, "num_rounds": math.nan},
+    }
+    server = FakeServer(usage=False, ending=event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+    report = load_test(server)
+    assert (report.figures[0].acceptance_rate, report.figures[0].tokens_per_round) == (None, None)
+    assert {answer.num_tokens for answer in the_block(report).answers} == {len(WORDS)}
+
+
+def test_json_that_is_nested_too_deeply_is_an_error_of_its_answer() -> None:
+    times = ChunkTimes()
+    times.add(b"[" * 100_000)
+    assert times.problem.startswith("a chunk does not have OpenAI's form")
+    assert client.refusal_of(500, b"[" * 100_000) == "status 500"
 
 
 @pytest.mark.parametrize("models", [1, ["fake"], {"fake": {}}])

@@ -67,7 +67,10 @@ def answer_of(body: Mapping[str, Any]) -> RemoteAnswer:
             (token, list((likely or {}).items()))
             for token, likely in zip(chances.get("tokens") or (), tops, strict=False)
         ]
-    numbers = [[(str(name), float(p)) for name, p in likely if isinstance(p, int | float)] for _, likely in places]
+    numbers = [
+        [(str(name), float(p)) for name, p in likely if isinstance(p, int | float) and p <= 1]  # NaN is left out
+        for _, likely in places
+    ]
     tokens = tuple(TokenChance(str(token), highest_by_text(n)) for (token, _), n in zip(places, numbers, strict=True))
     return RemoteAnswer(text_of(choice), tokens, choice.get("finish_reason") == "stop")
 
@@ -106,7 +109,7 @@ class AnswerClient:
         answer = await client.complete(body)
         try:
             return answer_of(answer)
-        except (AttributeError, LookupError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError, OverflowError) as error:
             problem = f"does not answer in OpenAI's form: {shown(answer)}"
             raise InvalidRequest(client.address.url_option, f"{client.address.base} {problem}.") from error
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from forerun.bench.figures import over
 from forerun.shape import MOST_DEPTH
+from forerun.traffic.client import count_of
 
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 POSITIONS = {str(position) for position in range(MOST_DEPTH)}
@@ -50,12 +51,16 @@ class SpeculationCounts:
         return self != SpeculationCounts()
 
     def since(self, before: SpeculationCounts) -> SpeculationCounts:
-        """The difference to an earlier reading; gauges keep the later value."""
+        """The difference to an earlier reading; gauges keep the later value.
+
+        Unknown if a counter has decreased: the server has restarted, or a gateway has asked two servers.
+        """
         known = {name: value for name in NAMES.values() if (value := getattr(self, name)) is not None}
         more = {name: value - (getattr(before, name) or 0.0) for name, value in known.items() if name not in GAUGES}
         earlier = (*before.accepted_at_depth, *[0.0] * len(self.accepted_at_depth))
         accepted = tuple(now - then for now, then in zip(self.accepted_at_depth, earlier, strict=False))
-        return replace(self, **more, accepted_at_depth=accepted)
+        decreased = any(each < 0 for each in (*more.values(), *accepted))
+        return SpeculationCounts() if decreased else replace(self, **more, accepted_at_depth=accepted)
 
 
 def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
@@ -72,7 +77,7 @@ def counts_of(metrics: str | None, prefix: str) -> SpeculationCounts:
         return SpeculationCounts()
     for sample in samples:
         name = sample.name.removeprefix(prefix).removesuffix("_total")
-        if not prefix or not sample.name.startswith(prefix):
+        if not prefix or not sample.name.startswith(prefix) or count_of(sample.value) is None:
             continue
         position = sample.labels.get("position", "")
         if name == PER_POSITION and position in POSITIONS:

@@ -17,6 +17,7 @@ from forerun.errors import InvalidRequest, MissingPackage
 from forerun.limits import shown
 
 CONNECT_S = 10.0
+MOST_COUNT = 1 << 53  # a larger number is no count of tokens
 IDLE_S = 2.0  # idle connections are not reused after this time, since servers close them, many after 5 seconds
 
 
@@ -144,7 +145,7 @@ class TrafficClient:
             raise InvalidRequest(
                 option, f"{base} does not answer ({why}): start the server, or give another address."
             ) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidRequest(option, f"{base}/v1/models lists no models: is it OpenAI-compatible?") from error
         if not names:
             raise InvalidRequest(option, f"{base} serves no model.")
@@ -171,7 +172,7 @@ class TrafficClient:
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise InvalidRequest(option, f"{base} closed the connection or did not answer ({reason}).") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(option, f"{base}{self.address.path} does not answer with JSON.") from error
         if answer is None:
             cure = ": give its key with --api-key" if response.status_code == 401 else ""
@@ -243,7 +244,7 @@ class ChunkTimes:
         try:
             chunk = json.loads(data)
             parts = [(text_of(choice), choice.get("finish_reason")) for choice in chunk.get("choices") or ()]
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, RecursionError):
             self.error = f"a chunk does not have OpenAI's form: {data[:80]!r}"
             return
         if chunk.get("error"):
@@ -268,18 +269,21 @@ class ChunkTimes:
     @property
     def num_tokens(self) -> int:
         """Tokens of the answer, from the usage, or else the number of chunks with text."""
-        counted = (self.usage or {}).get("completion_tokens")
+        counted = count_of((self.usage or {}).get("completion_tokens"))
         return counted if isinstance(counted, int) else len(self.texts)
 
     @property
     def speculation(self) -> Mapping[str, Any] | None:
-        """Speculation counts from forerun's usage or llama.cpp's timings; None without either."""
-        from_usage = (self.usage or {}).get("speculation")
-        if isinstance(from_usage, dict) or "draft_n" not in self.timings:
-            return from_usage if isinstance(from_usage, dict) else None
-        accepted = self.timings.get("draft_n_accepted", 0)
-        rounds = self.timings.get("predicted_n", self.num_tokens) - accepted
-        return {"num_drafted": self.timings["draft_n"], "num_accepted": accepted, "num_rounds": rounds}
+        """Speculation counts from forerun's usage or llama.cpp's timings; None without any, or if one is no count."""
+        usage, timings = (self.usage or {}).get("speculation"), self.timings
+        if isinstance(usage, dict):
+            counts = {name: count_of(usage.get(name)) for name in ("num_drafted", "num_accepted", "num_rounds")}
+        else:
+            accepted = count_of(timings.get("draft_n_accepted", 0))
+            tokens = count_of(timings.get("predicted_n", self.num_tokens))
+            rounds = None if tokens is None or accepted is None else count_of(tokens - accepted)
+            counts = {"num_drafted": count_of(timings.get("draft_n")), "num_accepted": accepted, "num_rounds": rounds}
+        return None if None in counts.values() else counts
 
     @property
     def problem(self) -> str:
@@ -289,6 +293,11 @@ class ChunkTimes:
         if not self.done:
             return "the stream ended before the answer was complete"
         return "" if self.first_s is not None else "the stream contains no answer"
+
+
+def count_of(value: object) -> int | float | None:
+    """The value if it can be a count, from 0 to MOST_COUNT; None for others, NaN included."""
+    return value if isinstance(value, int | float) and 0 <= value <= MOST_COUNT else None
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
@@ -313,7 +322,7 @@ def refusal_of(status: int, content: bytes) -> str:
     """The status and message of an error response, on one line."""
     try:
         return f"status {status}: {error_text(json.loads(content))}"
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"status {status}"
 
 
