@@ -7,6 +7,7 @@ Each message contains the offending value and says what to do about it. Broken i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 
 
 class ForerunError(Exception):
@@ -50,7 +51,19 @@ class TokenizerError(ModelError):
 
 
 class ChatTemplateError(TokenizerError):
-    """The chat template of the model or of a request is missing or cannot be used."""
+    """The chat template of the model or of a request is missing or cannot be used.
+
+    `origin`: where it is stored, a part of the message.
+    """
+
+    def __init__(self, message: str, origin: str = "") -> None:
+        super().__init__(message)
+        self.origin = origin
+
+    @property
+    def for_clients(self) -> str:
+        """The message without the folders of `origin`, which are no concern of a server's clients."""
+        return str(self).replace(self.origin, PurePath(self.origin).name)
 
 
 class InvalidRequest(ForerunError, ValueError):

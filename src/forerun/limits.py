@@ -18,6 +18,7 @@ from numbers import Integral, Real
 from forerun.errors import InvalidRequest
 
 INT64 = 2**63 - 1  # the largest
+MOST_DIGITS = 15  # of a number in a text: such numbers are exact in JSON, and int() refuses thousands of digits
 FLOAT32 = (2.0 - 2.0**-23) * 2.0**127  # the largest finite one
 FLOAT32_LEAST = 2.0**-126  # the smallest normal number; some devices treat smaller ones as 0
 
@@ -66,6 +67,11 @@ def real(field: str, value: object, fix: str, least: float = -FLOAT32, most: flo
         if least <= number <= most:
             return number
     raise refusal(field, value, fix)
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text is a whole number, of at most MOST_DIGITS decimal digits."""
+    return text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 def refusal(field: str, value: object, fix: str) -> InvalidRequest:

@@ -22,6 +22,7 @@ from forerun.draft.spec import parse_spec, refuse_code
 from forerun.errors import ForerunError, UnknownDrafter
 from forerun.guard import out_of_memory
 from forerun.heads.kinds import HEADS
+from forerun.limits import is_whole
 from forerun.models.bundled import BUNDLED, BUNDLED_NAMES
 from forerun.models.spec import ModelSpec
 from forerun.settings_file import read_settings
@@ -49,7 +50,7 @@ def auto_or_whole(least: int) -> Callable[[str], str]:
     """A parser of an option whose value is auto or a whole number of at least `least`."""
 
     def parse(text: str) -> str:
-        if text != AUTO and not (text.isdecimal() and int(text) >= least):
+        if text != AUTO and not (is_whole(text) and int(text) >= least):
             raise typer.BadParameter(f"{text!r} is neither auto nor a whole number of at least {least}.")
         return text
 

@@ -43,7 +43,7 @@ def cache_folder(kind: str) -> Path:
 
 def replace_file(path: Path, data: bytes | Iterable[bytes], like: Path | None = None) -> None:
     """Replace a file atomically, and sync it to disk; readable by this user alone, or with the mode of `like`."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}.")
     try:
         with open(handle, "wb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)

@@ -219,7 +219,7 @@ class Full(FileIO):
         return super().write(data[: len(data) // 2])
 
 
-@pytest.mark.parametrize("name", ["~nosuchuser/x", "a\0b", "\ud800", "x" * 5000, f"{'x' * 300}/y"])
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "a\0b", "\ud800", "x" * 5000, f"{'x' * 300}/y", "x" * 250])
 def test_an_invalid_path_is_refused_by_name(name: str) -> None:
     context = DraftContext(target := Blueprint.of(str(TARGET)), target.tokenizer(), print)
     with pytest.raises(PastFileError, match="cannot be used for past answers") as refusal:

@@ -23,7 +23,7 @@ from forerun import LLM
 from forerun.errors import ForerunError, MissingWeights, ModelNotFound, TokenizerError, UnsupportedModel
 from forerun.models import loading
 from forerun.models.gguf.file import GgufFile
-from forerun.models.gguf.folder import INDEX, folder_files
+from forerun.models.gguf.folder import INDEX, choose_file, folder_files
 from forerun.models.gguf.formats import FORMATS, UNREADABLE
 from forerun.models.gguf.tensors import GgufTensor, read_location
 from forerun.models.loading import Blueprint
@@ -223,6 +223,15 @@ def test_one_of_several_files_is_chosen_by_its_format(tmp_path: Path) -> None:
         find_checkpoint(str(folder))
     with pytest.raises(ModelNotFound, match="choose one by its format"):
         find_checkpoint(f"{folder}:Q6_K")
+
+
+def test_a_folder_and_the_folders_in_it_are_searched_and_no_others(tmp_path: Path) -> None:
+    for parts, is_searched in (((), True), (("a",), True), (("a", "b"), False)):
+        folder = tmp_path.joinpath(str(len(parts)), *parts)
+        folder.mkdir(parents=True)
+        (folder / "model.gguf").touch()
+        expected = folder / "model.gguf" if is_searched else None
+        assert choose_file(tmp_path / str(len(parts)), None, "model") == expected
 
 
 @pytest.mark.parametrize("gone", ["folder", "subfolder", "file"])

@@ -35,8 +35,10 @@ def test_a_folder_is_used_as_it_is() -> None:
 def test_paths_that_hold_no_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no config\.json: name the folder"):
         find_checkpoint(str(tmp_path))
-    with pytest.raises(ModelNotFound, match=r"\. has no config\.json"):
-        find_checkpoint("")
+    for find in (find_checkpoint, find_tokenizer, find_heads):
+        for name in ("", "/", "//"):
+            with pytest.raises(ModelNotFound, match=rf"'{name}' names no model: name a folder"):
+                find(name)
     file = tmp_path / "model.bin"
     file.write_bytes(b"x")
     with pytest.raises(ModelNotFound, match=r"model\.bin is a file: name the folder"):

@@ -43,7 +43,21 @@ def test_compose_starts_the_command_and_waits_until_it_has_drained() -> None:
     assert f"ARG {next(iter(service['build']['args']))}=" in (ROOT / "contrib" / "Containerfile").read_text("utf-8")
 
 
-@pytest.mark.parametrize("replicas", ["0", "", "2:1", "1:", ":2", "a", "-1", "1:2:3"])
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        "0",
+        "",
+        "2:1",
+        "1:",
+        ":2",
+        "a",
+        "-1",
+        "1:2:3",
+        pytest.param("9" * 5000, id="9"),
+        pytest.param("1:" + "9" * 5000, id="1:9"),
+    ],
+)
 def test_numbers_of_replicas_are_checked(replicas: str) -> None:
     with pytest.raises(InvalidRequest, match="replicas: "):
         ReplicaSettings.of(replicas)

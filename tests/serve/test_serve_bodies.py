@@ -185,7 +185,8 @@ def test_a_template_in_a_body_is_run_only_if_allowed() -> None:
                 expected = (400, "chat_template", "unsupported_parameter")
                 assert (answer.status_code, error["param"], error["code"]) == expected, answer.text
                 assert "--trust-request-templates" in error["message"]
-            assert "no chat template" in wary.post(path, **body, chat_template=None).json()["error"]["message"]
+            message = wary.post(path, **body, chat_template=None).json()["error"]["message"]
+            assert message.startswith("no chat template in tokenizer_config.json (chat_template): use"), "has a path"
             assert trusting.post(path, **body, **brought).status_code == 200
             nested = trusting.post(path, **body, chat_template_kwargs=brought)
             assert (nested.status_code, nested.json()["error"]["param"]) == (400, "chat_template_kwargs")

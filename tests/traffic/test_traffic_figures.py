@@ -166,6 +166,7 @@ def test_the_picture_has_a_row_of_panels_for_each_kind_of_load_and_a_line_for_ea
         (lambda: ServerLoad("concurrency", 1.5), "concurrency"),
         (lambda: ServerLoad("rate", math.nan), "rate"),
         (lambda: SpeculationMode("fast"), "speculation"),
+        (lambda: SpeculationMode("9" * 5000), "speculation"),
         (lambda: TrafficPlan((RATES[0], RATES[0]), (OFF,)), "rate"),
         (lambda: TrafficPlan(RATES, (OFF, OFF)), "speculation"),
         (lambda: TrafficPlan(RATES, (OFF,), max_tokens=1), "max_tokens"),

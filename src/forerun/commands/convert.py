@@ -5,6 +5,7 @@ This file defines the options and the output; `forerun.heads.convert` does the w
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -68,4 +69,4 @@ def facts(made: Converted) -> Iterator[tuple[str, str]]:
     yield "to", f"{made.folder} ({made.written.format})"
     yield "weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, bit for bit equal"
     if made.written.is_run:
-        yield "use it with", f"--draft {made.draft}"
+        yield "use it with", f"--draft {shlex.quote(made.draft)}"

@@ -1,8 +1,8 @@
 """The grammar of drafter specifications: `name`, `name:argument` or `name[drafter, drafter, ...]`, nested at will.
 
 Examples: `ngram`, `ngram:5`, `model:path/to/checkpoint`, `cascade[suffix,model:A]`. An argument ends at a comma or a
-bracket; one that contains such a character is put in double quotes. The table in `forerun/drafters.py` lists the names,
-and each drafter's plan checks its argument.
+bracket; one that contains such a character is put in double quotes, and a double quote in it is written twice. The
+table in `forerun/drafters.py` lists the names, and each drafter's plan checks its argument.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_NESTED = 32  # lists of drafters; far more would end in a RecursionError
 PYTHON = "python"  # the drafter in a Python file, which is executed
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 BARE = re.compile(r'[^,\[\]"]+')
-QUOTED = re.compile(r'"([^"]*)"')
+QUOTED = re.compile(r'"((?:[^"]|"")*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class DraftSpec:
         if self.argument is None:
             return self.name + members
         bare = BARE.fullmatch(self.argument) and self.argument == self.argument.strip()
-        return f"{self.name}:{self.argument}" if bare else f'{self.name}:"{self.argument}"'
+        argument = self.argument if bare else '"' + self.argument.replace('"', '""') + '"'
+        return f"{self.name}:{argument}"
 
 
 def parse_spec(text: str) -> DraftSpec:
@@ -99,7 +100,7 @@ class Parser:
             if match is None:
                 self.fail('close the quotation with "')
             self.at = match.end()
-            return match.group(1)
+            return match.group(1).replace('""', '"')
         match = BARE.match(self.text, self.at) if self.ahead else None
         if match is None:
             self.fail("write the argument after the colon, or leave the colon out")

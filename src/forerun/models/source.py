@@ -59,6 +59,8 @@ def find_folder(
         exists, is_a_file = path.exists(), path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, no permission
         raise ModelNotFound(f"{name[:200]!r} cannot be looked up ({error}): name another folder") from error
+    if not name or str(path) == path.anchor:
+        raise ModelNotFound(f"{name!r} names no model: name a folder that holds {needed}, or a hub id as owner/name")
     if is_a_file and path.suffix == ".gguf":
         return folder_of(path)
     if is_a_file:

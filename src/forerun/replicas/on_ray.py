@@ -254,7 +254,7 @@ def require_listening(address: str) -> None:
         return
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         cure = "start a cluster with ray start --head, or give the address of one"
         raise InvalidRequest("ray", f"{address}: nothing listens there ({short(error)}): {cure}.") from error
 

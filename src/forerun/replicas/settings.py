@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from forerun.errors import InvalidRequest, MissingPackage
+from forerun.limits import is_whole, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class ReplicaSettings:
     def of(cls, replicas: str, address: str = "") -> ReplicaSettings:
         """Parse N or MIN:MAX. Raises InvalidRequest."""
         least, _, most = replicas.partition(":")
-        if not (least.isdecimal() and (most or least).isdecimal()) or replicas.endswith(":"):
+        if not (is_whole(least) and is_whole(most or least)) or replicas.endswith(":"):
             raise InvalidRequest(
-                "replicas", f"{replicas!r} must be a number such as 2, or a minimum and a maximum such as 1:4."
+                "replicas", f"{shown(replicas)} must be a number such as 2, or a minimum and a maximum such as 1:4."
             )
         return cls(int(least), int(most or least), address)
 

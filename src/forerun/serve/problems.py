@@ -120,4 +120,5 @@ def problem_of(error: BaseException) -> ApiError:
         return renamed(error, error.field)
     status, code, message = next(row for kind, row in ERRORS.items() if isinstance(error, kind))
     param = "chat_template" if isinstance(error, ChatTemplateError) else None
-    return ApiError(status, message.format(error), code=code, param=param)
+    text = error.for_clients if isinstance(error, ChatTemplateError) else error
+    return ApiError(status, message.format(text), code=code, param=param)

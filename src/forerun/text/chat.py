@@ -132,12 +132,12 @@ class ChatTemplate:
         answer = RENDERER.answer(self.source(name), values)
         if answer is None:
             problem = "takes more time or memory than a conversation needs"
-            raise ChatTemplateError(f"the chat template of {self._origin} {problem}")
+            raise ChatTemplateError(f"the chat template of {self._origin} {problem}", self._origin)
         outcome, text = answer
         if outcome == "refused":
             raise InvalidRequest("messages", f"the chat template refuses them: {short(text)}")
         if outcome != "text":
-            raise ChatTemplateError(f"the chat template of {self._origin} {outcome}: {short(text)}")
+            raise ChatTemplateError(f"the chat template of {self._origin} {outcome}: {short(text)}", self._origin)
         return text
 
     def digest(self) -> str:
@@ -152,11 +152,12 @@ class ChatTemplate:
             origin = self._origin + (f", which has {shown(sorted(named))} by name" if named else "")
             raise ChatTemplateError(
                 f'no chat template in {origin}: use a chat ("instruct") model, {self._cure}, '
-                "give one as chat_template, or let the model continue plain text"
+                "give one as chat_template, or let the model continue plain text",
+                self._origin,
             )
         if len(source) > LONGEST_TEMPLATE:
             problem = f"has {len(source)} characters: use one of at most {LONGEST_TEMPLATE}"
-            raise ChatTemplateError(f"the chat template of {self._origin} {problem}")
+            raise ChatTemplateError(f"the chat template of {self._origin} {problem}", self._origin)
         return source
 
     @cached_property
@@ -172,7 +173,7 @@ class ChatTemplate:
             name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
             if not isinstance(name, str) or not isinstance(source, str):
                 rule = "it must be text, or a list of objects with name and template: download the file again"
-                raise ChatTemplateError(f"{self._origin} is {shown(declared)}; {rule}")
+                raise ChatTemplateError(f"{self._origin} is {shown(declared)}; {rule}", self._origin)
             named[name] = source
         return named
 
@@ -182,7 +183,7 @@ def text_of(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, ValueError) as error:
-        raise ChatTemplateError(f"{file} cannot be read ({short(error)}): download it again") from error
+        raise ChatTemplateError(f"{file} cannot be read ({short(error)}): download it again", str(file)) from error
 
 
 def mark_end(talk: list[dict[str, Any]]) -> None:

@@ -110,7 +110,9 @@ class Renderer:
         try:
             return Worker()
         except OSError as error:
-            raise ChatTemplateError(f"the process that renders chat templates does not start ({error})") from error
+            raise ChatTemplateError(
+                f"the process that renders chat templates does not start ({error.strerror})"
+            ) from error
 
     def put_back(self, worker: Worker, usable: bool) -> None:
         """Return a process to the idle ones; end it if it is not usable or there are enough."""

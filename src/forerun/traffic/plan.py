@@ -14,7 +14,7 @@ from typing import Literal
 from forerun.bench.plan import rotated
 from forerun.config import AUTO, require_whole
 from forerun.errors import InvalidRequest
-from forerun.limits import real, shown
+from forerun.limits import is_whole, real, shown
 
 OFF = "off"
 LoadKind = Literal["rate", "concurrency"]
@@ -51,7 +51,7 @@ class SpeculationMode:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if self.name not in ("", AUTO, OFF) and not self.name.isdecimal():
+        if self.name not in ("", AUTO, OFF) and not is_whole(self.name):
             raise InvalidRequest("speculation", f"{shown(self.name)} must be auto, off, or a depth such as 4.")
 
     @property

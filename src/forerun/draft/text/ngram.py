@@ -20,6 +20,7 @@ from forerun.config import AUTO_DEPTH
 from forerun.draft.base import Budget, Committed, Draft, Outlook
 from forerun.draft.plan import DraftContext, DraftPlan, refuse, refuse_members
 from forerun.draft.spec import DraftSpec
+from forerun.limits import is_whole
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree, padded
 
@@ -207,6 +208,6 @@ def longest_match(spec: DraftSpec) -> int:
     refuse_members(spec)
     if spec.argument is None:
         return LONGEST_MATCH
-    if not spec.argument.isdecimal() or int(spec.argument) < 1:
+    if not is_whole(spec.argument) or int(spec.argument) < 1:
         refuse(spec, "the argument is the longest match in tokens, a whole number of at least 1, as in ngram:5")
     return int(spec.argument)

@@ -77,6 +77,11 @@ class PastFile:
         self.broken = False
         self.restore(lambda answers: None)
 
+    @property
+    def lock_path(self) -> Path:
+        """The lock file."""
+        return self.path.with_name(f".{self.path.name}.lock")
+
     def restore(self, take: Callable[[list[PastAnswer]], list[PastAnswer] | None]) -> None:
         """Pass all stored answers to `take`, the oldest first. If it returns a list, the list replaces them."""
         with usable_path(self.path, (OSError,)):
@@ -111,14 +116,15 @@ class PastFile:
             raise OSError(errno.EINVAL, "it is not a regular file")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with contextlib.suppress(FileNotFoundError):
+            self.lock_path.stat()  # its name may be too long
 
     @contextmanager
     def locked(self) -> Iterator[FileIO]:
         """The file, open at its end, while no other process reads or writes it."""
         self.check_path()
-        lock_path = self.path.with_name(f".{self.path.name}.lock")
-        lock_path.touch(mode=0o600)  # raises where it cannot be created; FileLock would try forever
-        lock = FileLock(lock_path, mode=0o600)
+        self.lock_path.touch(mode=0o600)  # raises where it cannot be created; FileLock would try forever
+        lock = FileLock(self.lock_path, mode=0o600)
         with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=open_private) as file:
             if not os.fstat(file.fileno()).st_size:
                 write_all(file, self.header())

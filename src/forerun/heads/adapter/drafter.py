@@ -34,6 +34,7 @@ from forerun.heads.adapter.format import EXIT, adapter_config, adapter_shapes
 from forerun.heads.adapter.student import AdapterStudent
 from forerun.heads.blueprint import HeadBlueprint, HeadParts, WideDrafter, widened_layers, widened_tap
 from forerun.heads.folder import HeadFolder
+from forerun.limits import is_whole
 from forerun.models.chains import Chains, ChainStart, SameIds, UnreadTexts
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Outputs
@@ -194,7 +195,7 @@ class ExitBlueprint(HeadBlueprint):
         if layers < 2:
             refuse(spec, "the target has a single layer, so there is no earlier exit; use another drafter")
         exit_layer, colon, name = (spec.argument or "").partition(":")
-        if not exit_layer.isdecimal() or not 1 <= int(exit_layer) < layers:
+        if not is_whole(exit_layer) or not 1 <= int(exit_layer) < layers:
             bounds = f"at least 1 and at most {layers - 1}, as the target has {layers}"
             example = f"for instance early-exit:{max(1, layers // 4)}, or early-exit:LAYERS:DIR with an adapter"
             refuse(spec, f"the argument is the number of layers that draft: {bounds}, {example}")

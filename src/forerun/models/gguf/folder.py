@@ -6,8 +6,8 @@ The folder is written once for each state of the file. The tensors stay in the G
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import fields, is_dataclass
+from glob import glob
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ def folder_of(path: Path) -> Path:
 def choose_file(folder: Path, number_format: str | None, name: str) -> Path | None:
     """The GGUF file in a folder with `number_format`, such as "Q4_K_M", in its name; None without GGUF files.
 
-    For a split model it is the first part. `name` is the user's name of the folder. Raises ModelNotFound unless one
-    file matches.
+    The folders in it are searched too, but not those inside them, which may be a whole disk. For a split model it is
+    the first part. `name` is the user's name of the folder. Raises ModelNotFound unless one file matches.
     """
-    walked = (Path(place, each) for place, _, names in os.walk(folder) for each in names)  # skips what vanishes
-    files = sorted(path for path in walked if path.suffix == ".gguf" and not path.name.startswith(NO_MODELS))
+    paths = (folder / file for pattern in ("*.gguf", "*/*.gguf") for file in glob(pattern, root_dir=folder))
+    files = sorted(path for path in paths if not path.name.startswith(NO_MODELS))
     files = [path for path in files if (part := PART.fullmatch(path.name)) is None or int(part[2]) == 1]
     matching = [path for path in files if number_format is None or number_format.lower() in path.name.lower()]
     if len(matching) > 1 or (files and not matching):

@@ -23,6 +23,7 @@ import torch
 
 from forerun.errors import InvalidRequest, RankLost
 from forerun.kernels.threads import free_cores
+from forerun.limits import is_whole
 from forerun.models.shards.ranks import ANSWER_S, MEMORY, RankGroup, shared_file
 from forerun.models.shards.shard import Shard
 
@@ -55,7 +56,7 @@ def join(environment: Mapping[str, str] = os.environ) -> RankGroup:
 
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, digits = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
-    if not host or not digits.isdecimal() or int(digits) >= 1 << 16:
+    if not host or not is_whole(digits) or int(digits) >= 1 << 16:
         problem = f"RANK is {rank}, but MASTER_ADDR and MASTER_PORT, {host!r} and {digits!r}, are no address of rank 0"
         raise InvalidRequest("tensor_parallel_size", f"{problem}: start all ranks with torchrun, or unset RANK.")
     port = int(digits)
