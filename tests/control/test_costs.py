@@ -11,7 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.control.costs import CLEAR, KNOWN, LATEST, LONG, CostTable, Curve, Kind, Level, rising
+from forerun.control.costs import (
+    CLEAR,
+    KNOWN,
+    LATEST,
+    LONG,
+    CostTable,
+    Curve,
+    Kind,
+    Level,
+    rising,
+    size_class,
+    usual,
+)
+from forerun.economy import OUTLIER
 
 LONE_ROW = Kind.of(1)
 
@@ -172,6 +185,67 @@ def test_a_kind_without_measurements_starts_with_the_costs_of_the_most_similar_k
     table.record(Kind.of(24), 24, 0.3)
     assert table.expect(Kind.of(24), 24) < 0.4
     assert table.expect(Kind.of(32), 32) == pytest.approx(0.4), "measurements of 24 rows changed the costs of 32"
+
+
+def test_merged_trees_batch_and_context_decide_which_kind_is_most_similar() -> None:
+    """Below 2,048 tokens in total the context makes no difference."""
+    table = CostTable()
+    for kind, taken_s in ((LONE_ROW, 0.1), (Kind.of(1, 2**15), 0.2), (Kind.of(8, 0, merged=True), 0.3)):
+        for _ in range(2 * KNOWN):
+            table.record(kind, 1, taken_s)
+    similar = {Kind.of(1, 2047): 0.1, Kind.of(1, 2**14): 0.2, Kind.of(1, 0, merged=True): 0.3, Kind.of(8): 0.1}
+    assert {kind: table.expect(kind, 1) for kind in similar} == pytest.approx(similar)
+
+
+def test_after_a_change_of_the_level_only_new_measurements_of_other_kinds_count() -> None:
+    """Rounds of one row take three times as long; the first round of 32 rows since then takes twice as long."""
+    table = measured({1: 0.1}, num=LATEST)
+    for kind, taken_s in ((Kind.of(32), 0.1), (LONE_ROW, 0.3)):
+        for _ in range(LATEST):
+            table.record(kind, 1, taken_s)
+    assert table.level.factor == pytest.approx(3.0)
+    table.record(Kind.of(32), 1, 0.2)
+    assert table.expect(Kind.of(32), 1) == pytest.approx(0.2)
+
+
+def test_a_size_that_does_not_follow_a_change_of_the_level_is_measured_again() -> None:
+    table = measured({5: 0.05, 9: 0.05}, num=12)
+    for size, taken_s in (*[(5, 0.15)] * (CLEAR - 1), (9, 0.4)):
+        table.record(LONE_ROW, size, taken_s)
+    assert table.level.factor == pytest.approx(3.0)
+    assert table.expect(LONE_ROW, 9) == pytest.approx(0.4)
+
+
+def test_rounds_of_unmeasured_sizes_do_not_change_the_level() -> None:
+    """Their expected time is interpolated, so it may be wrong although nothing has changed."""
+    table = measured({1: 0.1})
+    for size in range(2, 3 + CLEAR):
+        table.record(LONE_ROW, size, 0.5 * size)
+    assert table.level.num_jumps == 0
+
+
+def test_the_time_of_a_prefilled_token_is_a_moving_average_at_the_first_level() -> None:
+    """Later rounds weigh an eighth, and count as at most OUTLIER times as long as expected."""
+    table = measured({1: 0.1})
+    table.level.factor = 2.0
+    for token_s, expected_s in ((0.001, 0.001), (0.003, 0.00125), (0.5, 0.00125 * (7 + OUTLIER) / 8)):
+        table.record_reading(LONE_ROW, 1, 101, 2 * (0.1 + 100 * token_s))
+        assert table.prompt_s == pytest.approx(expected_s)
+
+
+def test_every_doubling_of_sizes_has_eight_classes_and_small_sizes_their_own() -> None:
+    """A class is its smallest size."""
+    classes = [size_class(size) for size in range(1025)]
+    assert classes[:16] == list(range(16))
+    assert classes == sorted(classes)
+    assert all(size_class(each) == each for each in classes)
+    assert {len({*classes[2**bits : 2 ** (bits + 1)]}) for bits in range(4, 10)} == {8}
+
+
+def test_the_usual_time_is_the_mean_of_the_middle_half() -> None:
+    assert usual([50, 0, 2, 9, 4, 3, 0, 50]) == (2 + 3 + 4 + 9) / 4
+    assert usual([1, 3]) == 2
+    assert usual([7, 1, 90]) == 7
 
 
 @contextmanager

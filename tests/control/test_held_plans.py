@@ -179,6 +179,14 @@ def test_a_rule_asks_for_all_estimates_that_may_count() -> None:
     assert 0 < asked[0] * trust <= rule.min_survival * (1 + 1e-9)
 
 
+def test_rounds_without_drafts_by_a_rule_count_for_the_report_that_drafting_is_paused() -> None:
+    controller = ruled(1.0)
+    controller.taken.num_held = controller.advice.num_otherwise = 0
+    for _ in range(HOLD - 1):
+        budget_by(controller, lambda _: [])
+    assert controller.advice.num_otherwise == HOLD - 1
+
+
 def test_the_reason_for_a_depth_by_a_rule_tells_its_expected_time() -> None:
     controller = ruled(1.0)
     (budget,) = budget_by(controller, lambda _: [0.9**depth for depth in range(1, 5)])

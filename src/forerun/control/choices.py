@@ -106,7 +106,7 @@ class Drafts:
         half = max(1.0, (self.num_tokens - num_rows) / 2)
         fewer, more = max(float(num_rows), self.num_tokens - half), self.num_tokens + half
         pass_s = (self.costs.expect(more) - self.costs.expect(fewer)) / (more - fewer)
-        return max(0.0, pass_s) + self.drafting_s() / max(self.steps.values())
+        return pass_s + self.drafting_s() / max(self.steps.values())
 
 
 def tokens_of(choice: Choice) -> float:

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from forerun.economy import NO_TIME_S, damped
@@ -119,15 +120,12 @@ def rising(values: Sequence[float], known: Sequence[bool]) -> list[float]:
 
     A known value is lowered by known ones only.
     """
-    result, most_s, most_known_s, least_s = [*values], math.inf, math.inf, 0.0
+    result, most_s, most_known_s = [*values], math.inf, math.inf
     for place in reversed(range(len(result))):
         result[place] = min(result[place], most_known_s if known[place] else most_s)
         most_s = min(most_s, result[place])
         most_known_s = result[place] if known[place] else most_known_s
-    for place, value in enumerate(result):
-        result[place] = max(value, least_s)
-        least_s = result[place] if known[place] else least_s
-    return result
+    return list(accumulate(result, max))
 
 
 def usual(seconds: Sequence[float]) -> float:

@@ -51,15 +51,15 @@ class RetryTimer:
     def count(self, used: bool, patience: int | None, hopeful: bool = False) -> None:
         """Learn from a round in which it was `used` or could have been.
 
-        If that was a trial, `patience` is the number of rounds that its cost demands until the next one, else None. It
-        is doubled unless the trial was `hopeful`.
+        If that was a trial, `patience` is the number of rounds that its cost demands until the next one, else None; it
+        is doubled.
         """
         if not used:
             self.num_idle += 1
             return
         self.num_rounds, self.num_idle = self.num_rounds + 1, 0
         longest = RETRY if self.hopeful else LONGEST  # one bad trial after good ones is not final
-        self.patience = RETRY if patience is None else min(max(TRIES, patience) * (1 if hopeful else 2), longest)
+        self.patience = RETRY if patience is None else min(2 * max(TRIES, patience), longest)
         self.hopeful = hopeful
 
 
