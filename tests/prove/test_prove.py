@@ -104,7 +104,7 @@ def test_progress_is_reported(llm: LLM) -> None:
     small = ProofWorkload(num_prompts=1, max_tokens=8, temperatures=(1.0,), batches=(1,), num_texts=200)
     with unchecked():
         prove(llm, PROMPTS, small, lambda what, done: progress.append((what, done)))
-    for what in ("equality", "law"):
+    for what in ("equality", "distribution"):
         shares = [done for name, done in progress if name == what]
         assert shares == sorted(shares)
         assert shares[-1] == 1

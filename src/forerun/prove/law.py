@@ -107,7 +107,7 @@ def prove_laws(
     for number, (rule, shape, opening) in enumerate(tests):
 
         def report(_what: str, done: float, number: int = number) -> None:
-            progress("law", (number + done) / len(tests))
+            progress("distribution", (number + done) / len(tests))
 
         params = opening.params(workload.num_texts, workload.seed + number)
         results.append(prove_law(llm, rule, shape, opening, params, report))

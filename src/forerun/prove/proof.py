@@ -116,7 +116,7 @@ def prove(
     """Prove on this model that speculation does not change its output.
 
     `llm` has a drafter and no open requests; all three kinds of verification are tested. Each prompt is text or token
-    ids. `progress` is called with "equality" and "law". Raises InvalidRequest if nothing would be proven.
+    ids. `progress` is called with "equality" and "distribution". Raises InvalidRequest if nothing would be proven.
     """
     workload = workload or ProofWorkload()
     if llm.drafter is None:

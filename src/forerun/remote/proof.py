@@ -164,7 +164,9 @@ async def prove_server(
             speculating, plain, requested, workload, lambda _, done: report("equality", done), limit.part(0.5)
         )
         openings = list({str(prompt.prompt): prompt for prompt in prompts}.values())
-        laws = await compare_laws(speculating, plain, openings, workload, lambda _, done: report("law", done), limit)
+        laws = await compare_laws(
+            speculating, plain, openings, workload, lambda _, done: report("distribution", done), limit
+        )
         return ServerProof(
             address.base,
             plain.server.client.address.base,
