@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from forerun.draft.many.cascade import FIRST_LENGTH, MeasuredLengths, RoundTiming
-from forerun.economy import MOST, best_depth, cost_per_token
+from forerun.economy import FADING, MOST, best_depth, cost_per_token
 
 
 def run_of(dice: random.Random, num: int, chance: float) -> tuple[int, int]:
@@ -120,3 +120,15 @@ def test_the_judge_drafts_alone_where_that_costs_less() -> None:
     for _ in range(3):
         lengths.record_alone([0], 10, 0.8)
     assert lengths.best([0], [MOST])[0] == 0
+
+
+def test_chains_by_the_judge_alone_count_as_rounds_and_by_batch_size() -> None:
+    """Each token is a round without draft tokens; chains that were not timed count too."""
+    lengths = MeasuredLengths()
+    for seq_ids, draft_s in (([0], 0.3), ([1, 2, 3], 0.9), ([0], None)):
+        lengths.record_alone(seq_ids, 3, draft_s)
+    assert [lengths.alone.expect(batch) for batch in (1, 3)] == pytest.approx([0.1, 0.3])
+    assert lengths.overall.unit == pytest.approx(FADING**-9)
+    assert {seq_id: counts.unit for seq_id, counts in lengths.by_sequence.items()} == pytest.approx(
+        {0: FADING**-6, 1: FADING**-3, 2: FADING**-3, 3: FADING**-3}
+    )

@@ -1,5 +1,6 @@
 """A mix compared with its members alone: what each of them drafts, declares, reads and observes is the same."""
 
+import itertools
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -245,7 +246,10 @@ def test_the_judged_run_is_what_a_walk_through_the_tree_finds(seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(10))
 def test_outlooks_report_what_members_of_a_merged_tree_would_have_had_accepted_alone(seed: int) -> None:
-    """For the last round only, whatever was drafted before: merged trees, one member's, or nothing."""
+    """For the last round only, whatever was drafted before: merged trees, one member's, or nothing.
+
+    A sequence that was forgotten has no results, even if its text is observed again from the start.
+    """
     rng = random.Random(seed)
     fixed = [[rng.randrange(3, 5) for _ in range(3)] for _ in range(2)]
     mix = MixDrafter([FixedDrafter(tokens) for tokens in fixed], ["a", "b"])
@@ -269,7 +273,14 @@ def test_outlooks_report_what_members_of_a_merged_tree_would_have_had_accepted_a
             before.append(len(text) - 1)
             texts[seq_id] = [*text, *new]
             rows.append(Row(seq_id, texts[seq_id]))
+        forgotten, first = rng.choice([(), (0,), (1,)]), rng.random() < 0.5
+        for seq_id, runs in itertools.product(forgotten, expected.values()):
+            before[seq_id], runs[seq_id] = before[seq_id] * (not first), (0, 0)
+        if first:
+            mix.forget(forgotten)
         mix.observe(committed(rows, before))
+        if not first:
+            mix.forget(forgotten)
         found = [list(outlook.merged_runs) or [(0, 0)] * 2 for outlook in mix.outlook([0, 1]).drafters.values()]
         assert found == list(expected.values())
 
