@@ -76,6 +76,19 @@ def test_samples_and_equal_prompts_share_one_prefill() -> None:
     assert stats.prefix_hit_rate == pytest.approx(5 / 6)
 
 
+def test_a_sequence_waits_for_another_ones_prefill_only_while_the_prefix_is_not_cached() -> None:
+    bench = bench_of("float32")
+    engine, requests = bench.engine(), bench.requests()
+    for num_first in (1, 2):
+        prompts = [[*story(130, 3), last] for last in (num_first, num_first + 10)]
+        pair = [requests.sequences(Request.of(prompt, SamplingParams(max_tokens=4)))[0] for prompt in prompts]
+        for sequence in pair:
+            engine.submit(sequence)
+        engine.step()
+        assert [sequence.num_output > 0 for sequence in pair] == [True, num_first == 2]
+        run(engine)
+
+
 def test_the_next_turn_of_a_conversation_reuses_the_cached_turns() -> None:
     """All full blocks of 16 tokens of the first turn, with its answer, are cached for the second turn."""
     bench = bench_of("float32")
