@@ -27,13 +27,12 @@ from forerun.models.backends.gpu.chain_tables import (
     LEAST_TEXT,
     Buffers,
     ChainShape,
-    ReadingRunner,
     apply_verdict,
     below_of,
     lay_out_steps,
     sources_of,
 )
-from forerun.models.backends.gpu.fixed import Inputs, Layout, Shape, run_pass
+from forerun.models.backends.gpu.fixed import FixedRunner, Inputs, Layout, Shape, run_pass
 from forerun.models.backends.gpu.verdicts import fixed_steps, in_parts, kinds_of, row_sizes
 from forerun.models.chains import (
     Chains,
@@ -58,7 +57,7 @@ from forerun.tree import HostTree
 class ChainGraph:
     """Drafts chains with a runner, in graphs of few sizes (powers of two)."""
 
-    def __init__(self, runner: ReadingRunner, ids: IdMap) -> None:
+    def __init__(self, runner: FixedRunner, ids: IdMap) -> None:
         self.runner = runner
         self.ids = ids
         self.buffers = KeptShapes[ChainShape, Buffers](runner.graphs)
@@ -195,7 +194,7 @@ class ChainGraph:
         key = shape, self.ids, num_ids
         return self.runner.graphs.run(key, lambda: self.body(shape, buffers, num_ids, texts, heads))
 
-    def reserve(self, starts: Sequence[ChainStart], counts: Sequence[int], below: ReadingRunner | None) -> bool:
+    def reserve(self, starts: Sequence[ChainStart], counts: Sequence[int], below: FixedRunner | None) -> bool:
         """Reserve cache room for so many tokens of each start, and for roots and draft tokens in the layers below;
         False if there is none."""
         seq_ids, depths = [start.seq_id for start in starts], [start.depth for start in starts]
@@ -375,7 +374,7 @@ class ChainGraph:
         return run_pass(self.runner.decoder, self.runner.ops, inputs, self.runner.cache)
 
 
-def states_below(below: ReadingRunner, step: Inputs, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
+def states_below(below: FixedRunner, step: Inputs, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows hidden"]:
     """The states of the layers below for these tokens, one of each chain."""
     step.columns["tokens"].copy_(tokens)
     return run_pass(below.decoder, below.ops, step, below.cache).hidden

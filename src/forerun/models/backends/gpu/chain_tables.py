@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float
-from forerun.cache.paged import PagedCache
 from forerun.device import HostArray, PackedTables, upload
-from forerun.models.backends.gpu.capture import Graphs
-from forerun.models.backends.gpu.fixed import PADDED, Inputs, Layout
-from forerun.models.backends.gpu.ops import Ops
+from forerun.models.backends.gpu.fixed import PADDED, FixedRunner, Inputs
 from forerun.models.backends.gpu.verdicts import holds
 from forerun.models.chains import ChainStart, UnreadTexts, VerifiedChains
-from forerun.models.decoder import Decoder
-from forerun.models.runner import Read, Tail
+from forerun.models.runner import Read
 from forerun.sampling.tables import Steps
 
 LONGER = 1.5  # a round is padded to a captured graph of up to this many times its depth
@@ -72,33 +68,6 @@ class Buffers:
     below: Sequence[Inputs] = ()
 
 
-@runtime_checkable
-class ReadingRunner(Protocol):
-    """The part of GraphRunner that chain graphs use."""
-
-    decoder: Decoder
-    cache: PagedCache
-    ops: Ops
-    graphs: Graphs
-    tails: dict[int, Tail]
-    spare_slot: int
-    most_keys: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def window(self) -> int: ...
-
-    def length(self, seq_id: int) -> int: ...
-
-    def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]: ...
-
-    def keep(self, seq_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None: ...
-
-    def drop(self, seq_ids: Sequence[int]) -> None: ...
-
-
 def sources_of(texts: Sequence[Sequence[int]], order: Sequence[int], num_features: int) -> list[int]:
     """The index of each text token's state: those of the texts are packed, and after `num_features` rows come those of
     the roots with which the texts end, in the order of the chains."""
@@ -111,7 +80,7 @@ def sources_of(texts: Sequence[Sequence[int]], order: Sequence[int], num_feature
 
 
 def lay_out_steps(
-    runner: ReadingRunner, name: str, steps: Sequence[Inputs], deepest_first: Sequence[ChainStart]
+    runner: FixedRunner, name: str, steps: Sequence[Inputs], deepest_first: Sequence[ChainStart]
 ) -> dict[str, HostArray]:
     """The tables of the passes that each read one token of every chain that is deep enough, by the passes' names."""
     arrays = {}
@@ -142,6 +111,6 @@ def apply_verdict(buffers: Buffers, judged: VerifiedChains, starts: Sequence[Cha
     tables["roots"][: len(drawn)] = drawn
 
 
-def below_of(texts: UnreadTexts | None) -> ReadingRunner | None:
-    """The runner of the layers below, or None; it is a GraphRunner too."""
-    return None if texts is None else cast("ReadingRunner | None", texts.below)
+def below_of(texts: UnreadTexts | None) -> FixedRunner | None:
+    """The runner of the layers below, or None; its passes have fixed shapes too."""
+    return None if texts is None else cast("FixedRunner | None", texts.below)

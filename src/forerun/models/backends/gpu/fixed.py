@@ -23,11 +23,14 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.device import HostArray, overwrite
 from forerun.models.backends.base import AttentionInputs, DecoderParts, Stream
-from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops
+from forerun.models.backends.gpu.capture import LOGITS_ROWS, Graphs
+from forerun.models.backends.gpu.ops import SPLIT, TILE_ROWS, KeyMap, Ops, ops_for
 from forerun.models.backends.torch_cpu.backend import TorchExecutor
 from forerun.models.batch import SINGLE_QUERIES, TokenBatch
 from forerun.models.decoder import Decoder, Outputs, TapStates
 from forerun.models.layer import Mlp, counters_of
+from forerun.models.rows import few_rows
+from forerun.models.runner import Read, Runner, Tail
 
 ALL_KEYS = 1 << 30  # `shared` of a tile whose rows have all their keys in the same slots
 LEAST_PATH = 16
@@ -338,3 +341,27 @@ class FixedExecutor(TorchExecutor):
         for i, layer in enumerate(self.parts.layers):
             store, qkv = (cache.keys[i], cache.values[i]), layer.attention.qkv(read)
             self.ops.rotate_store(qkv, (rope.cos, rope.sin), at, layer.attention, c, store)
+
+
+class FixedRunner(Runner):
+    """A runner of passes of fixed shape: what its graphs of passes, chains and verdicts share."""
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, most_judged: int = 0) -> None:
+        super().__init__(decoder, cache)
+        c, rows = decoder.config, max(LOGITS_ROWS, few_rows(most_judged))
+        self.ops = ops_for(self.device)
+        self.graphs = Graphs(self.device, logits_rows=rows, counters=counters_of(decoder.layers))
+        self.tile = tile_rows(c.heads, c.kv_heads)
+        self.spare_slot = cache.blocks.num_blocks * cache.blocks.block_size  # after all blocks: the cache's padding
+        self.most_keys = -(-min(c.max_positions, self.spare_slot) // SPLIT) * SPLIT
+
+    def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:
+        """The reads as rows, and the rows that need logits. The cache must have room for them."""
+        layout, judged = Layout(self.tile), []
+        for read in reads:
+            judged += [len(layout.tokens) + i for i in read.judged]
+            tail = self.tails.setdefault(read.seq_id, Tail(0))
+            nodes = tail.grow(read.parents, len(read.tokens))
+            paths = None if tail.is_chain else [tail.path(n) for n in nodes]
+            layout.add(read.tokens, nodes, self.cache.start(read.seq_id), self.cache.length(read.seq_id), paths)
+        return layout, judged

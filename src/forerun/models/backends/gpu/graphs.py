@@ -21,16 +21,15 @@ from forerun.annotations import Float, Int
 from forerun.cache.paged import PagedCache
 from forerun.device import DeviceSpan, Download, upload
 from forerun.models.backends.gpu.ahead import PAUSE, PassAhead
-from forerun.models.backends.gpu.capture import LOGITS_ROWS, Graphs, KeptShapes
+from forerun.models.backends.gpu.capture import KeptShapes
 from forerun.models.backends.gpu.chain_graph import ChainGraph
-from forerun.models.backends.gpu.fixed import LEAST_PATH, Inputs, Layout, Shape, run_pass, tile_rows
-from forerun.models.backends.gpu.ops import SPLIT, ops_for
+from forerun.models.backends.gpu.fixed import LEAST_PATH, FixedRunner, Inputs, Layout, Shape, run_pass
+from forerun.models.backends.gpu.ops import SPLIT
 from forerun.models.backends.gpu.verdicts import VerdictGraph
 from forerun.models.chains import Chains, ChainStart, IdMap, ParallelHeads, UnreadTexts, VerifiedChains
 from forerun.models.decoder import Decoder, Outputs, TapStates
-from forerun.models.layer import counters_of
 from forerun.models.rows import few_rows, power_of_two
-from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, Runner, Tail, TreeRule
+from forerun.models.runner import DeviceTokens, Judged, PartialPass, Read, TreeRule
 from forerun.sampling.draws import Draws
 from forerun.tree import DraftTree
 
@@ -41,27 +40,19 @@ LARGER = 2  # a pass is padded to a captured size up to this many times its own,
 LARGE_STEP, JUDGED_STEP = 128, 64  # sizes of uncaptured passes are multiples of these: all rows, rows with logits
 
 
-class GraphRunner(Runner):
-    """A Runner of passes of fixed shape, captured as CUDA graphs on a GPU."""
+class GraphRunner(FixedRunner):
+    """A runner of passes of fixed shape, captured as CUDA graphs on a GPU."""
 
     resumes = False
     draws_unseen = True
 
     def __init__(self, decoder: Decoder, cache: PagedCache, most_judged: int = 0) -> None:
-        super().__init__(decoder, cache)
-        self.ops = ops_for(self.device)
-        rows = max(LOGITS_ROWS, few_rows(most_judged))
-        self.graphs = Graphs(self.device, logits_rows=rows, counters=counters_of(decoder.layers))
+        super().__init__(decoder, cache, most_judged)
         self.tables = KeptShapes[tuple[Shape, int], Inputs](self.graphs)
         self.chain_graphs: dict[IdMap, ChainGraph] = {}
         self.verdicts = VerdictGraph(self.graphs, self.device, decoder.config.vocab_size)
-        c = decoder.config
-        self.tile = tile_rows(c.heads, c.kv_heads)
-        num_slots = cache.blocks.num_blocks * cache.blocks.block_size
-        self.spare_slot = num_slots  # after all blocks, in the padding of the cache
         self.ahead: PassAhead | None = None
         self.pause = 0  # rounds until a pass is launched ahead again
-        self.most_keys = -(-min(c.max_positions, num_slots) // SPLIT) * SPLIT
 
     @torch.inference_mode()
     def read(
@@ -184,17 +175,6 @@ class GraphRunner(Runner):
     ) -> Judged | None:
         """The verdict of a round by one graph; None for the few rounds that no graph can judge."""
         return self.verdicts.judge(draws, tree, logits, rule)
-
-    def lay_out(self, reads: Sequence[Read]) -> tuple[Layout, list[int]]:
-        """The reads as rows, and the rows that need logits. The cache must have room for them."""
-        layout, judged = Layout(self.tile), []
-        for read in reads:
-            judged += [len(layout.tokens) + i for i in read.judged]
-            tail = self.tails.setdefault(read.seq_id, Tail(0))
-            nodes = tail.grow(read.parents, len(read.tokens))
-            paths = None if tail.is_chain else [tail.path(n) for n in nodes]
-            layout.add(read.tokens, nodes, self.cache.start(read.seq_id), self.cache.length(read.seq_id), paths)
-        return layout, judged
 
     def shape_of(self, layout: Layout, num_judged: int, longest_read: int, width: int) -> Shape:
         """The shape for a pass, with states of this width: one of few sizes if it is captured, else the smallest."""
