@@ -15,19 +15,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from forerun.accept.commit import Origin
-from forerun.accept.delta import Delta
 from forerun.bench.material import messages_of
 from forerun.card import AnswerTiming, run_card
 from forerun.commands.answer_file import AnswerFile, digest_of
 from forerun.commands.answering import build_llm, llm_arguments, require_template, setting_of, stats_object
 from forerun.commands.running import Result, patient_interrupt
-from forerun.engine.sequence import Sequence
+from forerun.engine.engine import Engine
 from forerun.errors import InvalidRequest
 from forerun.llm import LLM
 from forerun.options import AnswerOptions, BatchOptions, ModelOptions, OutputOptions
@@ -38,6 +37,9 @@ from forerun.replicas.settings import ReplicaSettings
 from forerun.request import Conversation, Request
 from forerun.sampling.params import SamplingParams
 from forerun.streams import show_error, show_note
+
+if TYPE_CHECKING:
+    from forerun.replicas.shared_batch import SharedBatch
 
 SAMPLING = frozenset(each.name for each in fields(SamplingParams))
 DRAIN_S = 60.0  # time that a replica gets for its open requests when it is shut down
@@ -151,7 +153,7 @@ def run_batch(
 @contextmanager
 def batch_engine(
     model_options: ModelOptions, batch: BatchOptions, engines: ReplicaSettings | None, errors: Console
-) -> Iterator[tuple[LLM, BatchEngine]]:
+) -> Iterator[tuple[LLM, Engine | SharedBatch]]:
     """The model, and its engine in this process or replicas, which are shut down at the end of the context."""
     if engines is None:
         llm = build_llm(model_options, errors, batch.max_num_seqs)
@@ -235,29 +237,12 @@ def first_seed(requested: int | None, file: AnswerFile | None) -> int:
     return secrets.randbits(63)
 
 
-@runtime_checkable
-class BatchEngine(Protocol):
-    """The interface of an Engine, or a SharedBatch of replicas, that a batch uses."""
-
-    def submit(self, sequence: Sequence) -> None:
-        """Submit a sequence to the engine."""
-        ...
-
-    def step(self) -> list[Delta]:
-        """Run a round and return its deltas; may raise the error of a request."""
-        ...
-
-    def cancel(self, request_id: int) -> None:
-        """Cancel a submitted request."""
-        ...
-
-
 @dataclass(slots=True)
 class BatchJob:
     """A running batch: submits the tasks to the engine and writes each answer when it is finished."""
 
     llm: LLM
-    engine: BatchEngine
+    engine: Engine | SharedBatch
     params: SamplingParams
     settings: Mapping[str, Any]
     tally: BatchTally
