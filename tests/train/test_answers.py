@@ -303,7 +303,10 @@ def test_first_draft_tokens_are_those_of_whole_drafts_from_every_root_of_a_text(
     student = stirred(make_student(kind, Blueprint.of(str(TARGET)), SERVED[f"{kind}, some tokens"], 0))
     student = student.with_vocabulary(SOME_IDS)
     small = source_of(source.data, SETTINGS, student)
-    batch, objective = TextBatch.of([text.with_prompt_roots for text in small.of_step(0, no_report)]), small.objective
+    batch, objective = (
+        TextBatch.of([replace(text, num_prompt=1) for text in small.of_step(0, no_report)]),
+        small.objective,
+    )
     assert batch.first_root == 0 < small.of_step(0, no_report)[0].num_prompt - 1
     first = student.at_depth_1()
     assert first.weights is student.weights

@@ -125,7 +125,7 @@ def test_seconds_are_those_of_all_steps_and_patience_counts_evaluations_in_a_row
     for number, (overlap, rise) in enumerate([(0.5, 0.0), (0.4, 0.0), (0.6, 0.0), (0.9, 0.02), (0.5, 0.0)]):
         figures = HeldOutFigures(overlap, (0.5,), (1.5,), rise)  # a tuned target must not get worse by 2 %
         monkeypatch.setattr("forerun.train.trainer.judge_held_out", lambda *_, figures=figures: figures)
-        trainer.set_weights({name: torch.full_like(each, number) for name, each in student.weights.items()})
+        trainer.student.set_weights({name: torch.full_like(each, number) for name, each in student.weights.items()})
         trainer.evaluate()
         stopped.append(bool(trainer.state.stopped))
     assert stopped == [False, False, False, False, True]

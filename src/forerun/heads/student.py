@@ -48,11 +48,6 @@ class TargetText:
         """Positions from which a draft may start: the prompt's last token, and the answer without its last token."""
         return range(self.num_prompt - 1, len(self.tokens) - 1)
 
-    @property
-    def with_prompt_roots(self) -> TargetText:
-        """The text with roots in the prompt too."""
-        return replace(self, num_prompt=1)
-
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
@@ -196,6 +191,12 @@ class Student(ABC):
     def at_depth_1(self) -> Student:
         """This student with the same weights, predicting only the first draft token."""
         return self
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Set all trained tensors to these values."""
+        for name, tensor in self.weights.items():
+            tensor.copy_(weights[name])
 
     def write(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write a checkpoint with these weights and the token ids to an empty folder, without the target's tables."""

@@ -143,11 +143,6 @@ class AnswerCache:
             write_whole(self.path(number), lambda part: save_tensors(tensors, part, {"texts": json.dumps(fields)}))
 
 
-def state_bytes(num_texts: int, longest: int, num_taps: int, hidden: int, dtype: torch.dtype) -> int:
-    """An upper bound of the size in bytes of the states of `num_texts` texts, at the taps and the last layer."""
-    return num_texts * longest * (num_taps + 1) * hidden * dtype.itemsize
-
-
 @dataclass
 class AnswerSource:
     """Answers to training prompts by number, and to the held-out prompts; `taps` are the student's.

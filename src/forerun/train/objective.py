@@ -83,25 +83,16 @@ def jensen_shannon(laws: LawPair, _: Bool[Tensor, " rows"]) -> Float[Tensor, " r
     return 0.5 * (laws.p * (laws.log_p - middle) + laws.q * (laws.log_q - middle)).sum(-1)
 
 
-def reverse_kl(laws: LawPair, _: Bool[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """KL(q || p), which is mode-seeking."""
-    return (laws.q * (laws.log_q - laws.log_p)).sum(-1)
-
-
-def dspark(laws: LawPair, _: Bool[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """0.1 cross-entropy + 0.9 L1 distance (twice the total variation) (2607.05147)."""
-    return 0.1 * laws.cross_entropy + 0.9 * (laws.p - laws.q).abs().sum(-1)
-
-
 LOSSES: Mapping[str, Loss] = {
     "ce": lambda laws, _: laws.cross_entropy,
     "kl": lambda laws, _: laws.kl,
-    "reverse-kl": reverse_kl,
+    "reverse-kl": lambda laws, _: (laws.q * (laws.log_q - laws.log_p)).sum(-1),  # KL(q || p), which is mode-seeking
     "jsd": jensen_shannon,
     "tv": lambda laws, _: 1 - laws.overlap,
     "lk-alpha": lambda laws, _: -laws.overlap.clamp(min=torch.finfo(laws.overlap.dtype).tiny).log(),
     "lk-lambda": lk_lambda,
-    "dspark": dspark,
+    # The L1 distance is twice the total variation (2607.05147).
+    "dspark": lambda laws, _: 0.1 * laws.cross_entropy + 0.9 * (laws.p - laws.q).abs().sum(-1),
 }
 
 

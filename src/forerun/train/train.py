@@ -25,7 +25,7 @@ from forerun.models.source import find_checkpoint
 from forerun.models.spec import ModelSpec
 from forerun.store import write_whole
 from forerun.streams import show_note
-from forerun.train.answers import AnswerCache, AnswerSource, draft_vocabulary, state_bytes
+from forerun.train.answers import AnswerCache, AnswerSource, draft_vocabulary
 from forerun.train.data import PromptReader, TrainingData, read_data
 from forerun.train.held_out import NUM_NODES, TREE, accuracies, judge_held_out, likeliest_tree
 from forerun.train.kinds import make_student
@@ -185,9 +185,7 @@ def write_tree(
     folder: Path, objective: Objective, student: Student, state: TrainState, texts: Sequence[TargetText]
 ) -> None:
     """Write the static tree that is best for the best weights."""
-    with torch.no_grad():
-        for name, tensor in student.weights.items():
-            tensor.copy_(state.best[name])
+    student.set_weights(state.best)
     tree = likeliest_tree(accuracies(objective, student, texts), NUM_NODES)
     write_whole(folder / TREE, json.dumps(tree.paths) + "\n")
 
@@ -217,5 +215,6 @@ def open_cache(
         **({} if team.size == 1 else {"share": (team.rank, team.size)}),
     }
     longest = data.longest + settings.max_tokens
-    num_bytes = state_bytes(settings.num_answers, longest, len(student.taps), target.config.hidden, torch.float32)
+    num_states = longest * (len(student.taps) + 1)  # of a text at most, at the taps and the last layer
+    num_bytes = settings.num_answers * num_states * target.config.hidden * torch.float32.itemsize
     return AnswerCache.at(folder, about, num_bytes)

@@ -11,11 +11,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from forerun.errors import TrainingDiverged
 from forerun.heads.student import Student, TargetText, TextBatch
@@ -60,7 +59,7 @@ class Trainer:
         saved = self.team.of_first(self.folder.load)
         self.state = saved or TrainState()
         if saved is not None:
-            self.set_weights(saved.weights)
+            self.student.set_weights(saved.weights)
             for optimizer, values in zip(self.optimizers, saved.optimizers, strict=True):
                 optimizer.load_state_dict(values)
         self.log = self.folder.log(-1 if saved is None else self.state.step)
@@ -81,13 +80,7 @@ class Trainer:
         texts = [text for step in range(steps) for text in self.source.of_step(step, self.report)]
         if texts:
             self.student.fit(texts)
-            self.set_weights(self.team.of_first(lambda: self.student.weights))
-
-    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the student's weights."""
-        with torch.no_grad():
-            for name, tensor in self.student.weights.items():
-                tensor.copy_(weights[name])
+            self.student.set_weights(self.team.of_first(lambda: self.student.weights))
 
     @property
     def best(self) -> HeldOutFigures:
@@ -144,7 +137,7 @@ class Trainer:
         step, settings = self.state.step, self.settings
         share = self.share_done
         texts = self.source.of_step(step, self.report)
-        texts = [text.with_prompt_roots for text in texts] if settings.whole else texts
+        texts = [replace(text, num_prompt=1) for text in texts] if settings.whole else texts  # roots in prompts too
         student = self.student.at_depth_1() if share < settings.first_share else self.student
         dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
         sums = [(0.0, 0.0, 0.0, 0.0)]  # a process may have no part
