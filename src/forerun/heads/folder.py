@@ -86,14 +86,9 @@ class HeadFolder:
         return cls.at(path, name, target)
 
     @classmethod
-    def at(cls, folder: Path, name: str, target: Blueprint) -> HeadFolder:
+    def at(cls, folder: Path, name: str, target: Blueprint, is_targets: bool = False) -> HeadFolder:
         """The heads in an existing folder. Raises ModelError if it has no weights."""
-        return cls(name, target, read_fields(folder / "config.json"), Checkpoint(folder, target.dtype))
-
-    @classmethod
-    def of_target(cls, target: Blueprint) -> HeadFolder:
-        """The heads in the target's own folder."""
-        return replace(cls.at(target.folder, str(target.folder), target), is_targets=True)
+        return cls(name, target, read_fields(folder / "config.json"), Checkpoint(folder, target.dtype), is_targets)
 
     @property
     def path(self) -> Path:

@@ -186,8 +186,9 @@ class MtpBlueprint(StateBlueprint):
     @classmethod
     def read(cls, spec: DraftSpec, target: Blueprint) -> HeadBlueprint:
         """The target's modules, unless the specification names a folder."""
-        name = spec.argument
-        return cls.of(HeadFolder.of_target(target) if name is None else HeadFolder.open(name, spec.name, target))
+        if spec.argument is None:
+            return cls.of(HeadFolder.at(target.folder, str(target.folder), target, is_targets=True))
+        return cls.of(HeadFolder.open(spec.argument, spec.name, target))
 
     def drafter(self, layers: MtpDecoder, runner: Runner, ids: IdMap) -> MtpDrafter:
         return MtpDrafter(layers, runner, ids)
