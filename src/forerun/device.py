@@ -12,8 +12,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -143,15 +142,6 @@ def require_mps(one_gemm: bool) -> None:
 def warn_untested(name: str) -> None:
     """Log, once, that forerun was not tested on such a device."""
     log.warning("device %s: forerun was not tested on such devices; run forerun prove --device %s first", name, name)
-
-
-@contextmanager
-def operators_named() -> Iterator[None]:
-    """Raises OperatorMissing if torch lacks an operator for the device in the block."""
-    try:
-        yield
-    except NotImplementedError as error:
-        raise lacking_operator(error) or error from error
 
 
 def lacking_operator(error: BaseException) -> OperatorMissing | None:

@@ -96,9 +96,3 @@ def shown(value: object) -> str:
     except ValueError:  # Python does not convert integers of more than 4,300 digits
         return f"{'an integer' if isinstance(value, int) else type(value).__name__} of thousands of digits"
     return text if len(text) <= 100 else f"{text[:100]}…"
-
-
-def shown_as_json(value: object) -> str:
-    """A value in JSON syntax; a long one is shortened."""
-    with values_in_json():
-        return shown(value)

@@ -257,8 +257,6 @@ def samples(
 
 def chats(tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
     """The questions in the model's chat template; none without a template or if one is longer than `max_tokens`."""
-    if not tokenizer.template().is_usable:
-        return []
     prompts = []
     for question in QUESTIONS:
         try:

@@ -18,7 +18,7 @@ from forerun.annotations import Int, ProgressCallback
 from forerun.cache.paged import PagedCache
 from forerun.cache.plan import ModelMemory
 from forerun.config import KernelChoice, Quantization
-from forerun.device import CPU, Placement, operators_named
+from forerun.device import CPU, Placement, lacking_operator
 from forerun.errors import InvalidRequest
 from forerun.kernels.sampling import SamplingKernels, find_sampling_kernels
 from forerun.models.backends.base import Backend
@@ -266,8 +266,10 @@ class Blueprint:
             return Runner.of(decoder, num_tokens)
         runner = GraphRunner.of(decoder, num_tokens, most_judged=self.passes.judged)
         if not self.placement.holds_groups:
-            with operators_named():
+            try:
                 runner.read([Read(-1, [0, 0], judged=(1,))])
+            except NotImplementedError as error:
+                raise lacking_operator(error) or error from error
             runner.release([-1])
         return runner
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import InvalidRequest, TokenizerError
-from forerun.limits import shown_as_json
+from forerun.limits import shown, values_in_json
 
 FIELDS = ("prompt", "text", "turns")
 
@@ -70,7 +70,8 @@ def object_of(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("prompts", f"not JSON ({error}): write one object per line") from error
     if not isinstance(entry, dict):
-        raise InvalidRequest("prompts", f'{shown_as_json(entry)} is not an object: write {{"prompt": ...}}')
+        with values_in_json():
+            raise InvalidRequest("prompts", f'{shown(entry)} is not an object: write {{"prompt": ...}}')
     return entry
 
 

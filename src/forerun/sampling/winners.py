@@ -111,10 +111,7 @@ class RoundNoise:
 
     def winners(self, logits: Float[Tensor, "rows vocab"], keys: Int[Tensor, " rows"]) -> Int[Tensor, "rows 1"]:
         """The argmax of `logits + rows(keys)`, the first among equals."""
-        if not self.searches or not len(keys):
-            return first_largest(logits + self.rows(keys))
-        peak = logits.amax(1)
-        if not peak.isfinite().all():
+        if not self.searches or not len(keys) or not (peak := logits.amax(1)).isfinite().all():
             return first_largest(logits + self.rows(keys))
         row, ids, noise = self.loud(keys)
         loud = logits[row, ids] + noise

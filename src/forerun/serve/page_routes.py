@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from forerun.errors import TokenizerError
 from forerun.serve.service import Service
 
 SCRIPTS = ("app.js", "fields.js", "stream.js", "lane.js", "talk.js", "charts.js", "uplot.min.js")
@@ -64,11 +63,6 @@ def page_settings(service: Service) -> dict[str, Any]:
     """The settings that the page shows: the model, its drafters, and the defaults of requests."""
     llm = service.llm
     options, params = llm.options, llm.get_default_sampling_params()
-    try:
-        llm.tokenizer.template().require()
-        has_template = True
-    except TokenizerError:
-        has_template = False
     return {
         "model": service.model_name,
         "fingerprint": llm.fingerprint,
@@ -78,6 +72,6 @@ def page_settings(service: Service) -> dict[str, Any]:
         "arms": list(llm.drafter_names),
         "verification": options.verification,
         "speculation": {"depth": options.speculation.shown_depth, "width": options.speculation.width},
-        "chat": has_template,
+        "chat": llm.tokenizer.template().is_usable,
         "defaults": {name: getattr(params, name) for name in DEFAULTS},
     }

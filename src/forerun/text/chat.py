@@ -115,9 +115,9 @@ class ChatTemplate:
                 problem = f"the chat template ignores messages of the role {shown(turns[i]['role'])}"
                 raise InvalidRequest(f"messages[{i}]", f"{problem}: use one of {', '.join(ROLES)}.")
 
-    def require(self, name: str = "default") -> None:
-        """Raise ChatTemplateError if a template is missing or does not parse."""
-        self._run(name, None)
+    def require(self) -> None:
+        """Raise ChatTemplateError if the default template is missing or does not parse."""
+        self._run("default", None)
 
     @property
     def is_usable(self) -> bool:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ FORMAT = 1  # version of the file's format
 HEADER = "forerun past answers, form"
 LARGEST_ID = 2**31
 UNUSABLE = (OSError, RuntimeError, ValueError)  # what paths raise; the last two: an unknown user's home, a NUL
+PRIVATE = partial(os.open, mode=0o600)  # for the file's user only
 POLL_S = 0.01  # how often a process that waits for the lock tries again
 
 
@@ -125,7 +127,7 @@ class PastFile:
         self.check_path()
         self.lock_path.touch(mode=0o600)  # raises where it cannot be created; FileLock would try forever
         lock = FileLock(self.lock_path, mode=0o600)
-        with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=open_private) as file:
+        with lock.acquire(poll_interval=POLL_S), open(self.path, "ab+", buffering=0, opener=PRIVATE) as file:
             if not os.fstat(file.fileno()).st_size:
                 write_all(file, self.header())
             yield file
@@ -197,11 +199,6 @@ def entry_of(line: bytes) -> dict[str, Any]:
     """The entry of a line; empty if the line is not a JSON object."""
     entry = parsed(line)
     return entry if isinstance(entry, dict) else {}
-
-
-def open_private(path: str, flags: int) -> int:
-    """Open, or create, a file that only its user may read."""
-    return os.open(path, flags, 0o600)
 
 
 def write_all(file: FileIO, line: bytes) -> None:
