@@ -250,7 +250,7 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
     with monkeypatch.context() as patch:
         patch.setattr(Graphs, "run", run)
-        patch.setattr("forerun.models.backends.gpu.graphs.ops_for", lambda _device: TorchOps())
+        patch.setattr("forerun.models.backends.gpu.fixed.ops_for", lambda _device: TorchOps())
         patch.setattr(backend, "ops_for", lambda _device: TorchOps())
         patch.setattr(backend.GpuBackend, "arithmetic", "imagined")
         patch.setattr(devices, "free_bytes", lambda _device: 1 << 34)
