@@ -13,7 +13,7 @@ from forerun.config import Speculation
 from forerun.control.controller import Load
 from forerun.control.costs import CLEAR, Kind
 from forerun.control.measured import TRIAL_SHARE, MeasuredDepth
-from forerun.control.trials import HOLD, LONGEST, NOTHING
+from forerun.control.trials import HOLD, LONGEST, NOTHING, RETRY
 from forerun.draft.base import Budget, Outlook
 
 LOAD = Load([0], [AUTO_SPECULATION], [AMPLE], 0)
@@ -196,7 +196,7 @@ def test_the_reason_for_a_depth_by_a_rule_tells_its_expected_time() -> None:
     assert f"tokens in {1000 * rule.round_s[4]:.2f} ms" in controller.reason()
 
 
-@pytest.mark.parametrize(("room", "pays"), [(4, False), (HOLD, True), (AMPLE, True)])
+@pytest.mark.parametrize(("room", "pays"), [(4, False), (4 * RETRY, True), (AMPLE, True)])
 def test_reading_is_charged_to_the_rounds_that_are_left(room: int, pays: bool) -> None:
     """Drafting all four tokens makes rounds of 0.1 s five times as fast, and reading 400 tokens takes 1.6 s."""
     controller = with_costs(0.1, [1e-4])

@@ -620,19 +620,19 @@ def test_the_cheapest_of_seven_equally_good_members_is_chosen() -> None:
 def test_tokens_and_seconds_of_drafts_are_the_sums_over_rows_and_members() -> None:
     """One row is drafted by a member, the other by the merged tree; each member takes as long as its deepest row.
 
-    The first has two rounds left, which share the reading of its 40 tokens; the second HOLD rounds or more.
+    Two rounds share the reading of the first one's 40 tokens, as it has eight left; RETRY rounds that of the second.
     """
     controller = with_costs(0.1, [0.01, 0.02])
     outlook = outlook_of([[9], [9]], [[0.68], [0.68]], unread=40)
     options = controller.drafters.options(0, 0, Speculation(4, auto=True), 9, outlook)
-    drafts = Drafts(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), [2, 9], [0, 0], 2, gain=2.0)
+    drafts = Drafts(controller.drafters, controller.costs.of_rows(Kind.of(1, 0)), [8, 999], [0, 0], 2, gain=2.0)
     controller.drafters.all[0].reading_s = 0.001
     for depth in (1, 2, 3):
         drafts.deepen(0, options[0], depth, 0.5)
     drafts.deepen(1, options[2], 2, 0.7)
     assert drafts.num_tokens == 2 + 3 + options[2].num_nodes(2)
     assert drafts.gain == pytest.approx(2 + 1.5 + 0.7)
-    reading_s = 0.001 * (40 / 2 + 40 / HOLD)
+    reading_s = 0.001 * (40 / 2 + 40 / RETRY)
     expected_s = 0.1 + reading_s + controller.drafters.all[0].cost_s(3, 2) + controller.drafters.all[1].cost_s(2, 1)
     assert drafts.tokens_per_s() == pytest.approx(drafts.gain / expected_s)
 

@@ -15,7 +15,7 @@ from forerun.config import AUTO_DEPTH
 from forerun.control.controller import Load
 from forerun.control.costs import CostTable, Kind, RowPassCosts
 from forerun.control.drafters import BEHIND, NO_MINIMUM, Assignment, DraftOption, MeasuredDrafter, MeasuredDrafters
-from forerun.control.trials import HOLD
+from forerun.control.trials import HOLD, RETRY
 from forerun.draft.base import NO_DRAFT, Budget
 from forerun.economy import NO_TIME_S
 
@@ -79,7 +79,7 @@ class Drafts:
             self.steps[member] = max(self.steps.get(member, 0), option.num_drawn(depth) if option.made else depth)
             if before == 0:
                 self.num_rows[member] = self.num_rows.get(member, 0) + 1
-                num_rounds = min(HOLD, self.rooms[row])
+                num_rounds = max(1, min(RETRY, self.rooms[row] // 4))  # for which the row will probably be drafted
                 self.num_read[member] = self.num_read.get(member, 0) + option.num_unread.get(member, 0) / num_rounds
 
     def drafting_s(self) -> float:

@@ -245,7 +245,8 @@ class MeasuredDepth:
     def on_trial(self, best: Choice, rows: Sequence[Options], drafter: int) -> Choice:
         """The best choice, with some rows changed to the alternative on trial.
 
-        A drafter is tried by the row with the fewest unread tokens.
+        A drafter is tried by the row with the fewest unread tokens, and the first time by this row alone: a drafter
+        without measurements counts as free, so the best choice would be the deepest drafts for all rows.
         """
         if drafter == NOTHING:
             return [None if all(each.free for each in options.values()) else best[i] for i, options in enumerate(rows)]
@@ -254,7 +255,12 @@ class MeasuredDepth:
             return [each and each.option.at_most(2 * each.depth if deeper else each.depth // 2 or 1) for each in best]
         options = {row: each[drafter] for row, each in enumerate(rows) if drafter in each}
         first = min(options, key=lambda row: sum(options[row].num_unread.values()))
-        depth = FIRST_DEPTH if self.drafters.all[drafter].retry.new else TRIAL_DEPTH
+        timer = self.drafters.all[drafter].retry
+        if timer.num_rounds == 0:
+            best = [
+                None if each and each.option.free and each.option.budget.drafter == drafter else each for each in best
+            ]
+        depth = FIRST_DEPTH if timer.new else TRIAL_DEPTH
         return [options[row].at_most(depth) if row == first else each for row, each in enumerate(best)]
 
     def record(self, outcome: Outcome) -> None:
@@ -306,7 +312,8 @@ class MeasuredDepth:
         learned.retry.count(bool(drafted), self.trials.patience if tried else None, hopeful)
         if hopeful and not learned.retry.new:
             learned.retry.wake()
-            learned.acceptance.limit(HOPEFUL_TOKENS)
+            num_rows = len(self.load.seq_ids) if learned.reading_s else 1  # a trial tells little about texts not read
+            learned.acceptance.limit(HOPEFUL_TOKENS * num_rows)
 
     def time(self, drafted: Sequence[tuple[RowOutcome, Assignment]], outcome: Outcome) -> bool:
         """Learn the times of the draft and of the pass. Returns whether the pass took much less than expected."""
