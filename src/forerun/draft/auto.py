@@ -147,9 +147,6 @@ def records_of(target: Blueprint) -> Iterator[PathAndRecord]:
             continue
         spec = record.best_spec(path.parent)
         refuse_code(spec, str(path), "delete this file, and trust nothing that came with it")
-        if parse_spec(str(spec)) != spec:
-            log.warning("%s is ignored: its argument or its folder has a quotation mark", path)
-            continue
         names = (record.drafter, *(() if record.mixed_with is None else (parse_spec(record.mixed_with).name,)))
         if unknown := next((name for name in names if name not in NAMES), None):
             log.warning("%s is ignored: it names the drafter %s, which this version does not have", path, unknown)
