@@ -125,7 +125,7 @@ class Setting:
         pass_s, host_s = self.machine.pass_s, self.machine.constants.host_s
         passes = ComputedPass(formula=lambda num: host_s + pass_s(self.target, num, batch, self.context))
         costs = CostTable(kinds={Kind.of(batch, context): passes})
-        return MeasuredDepth(costs, drafters, load=Load((), (), (), 0, context))
+        return MeasuredDepth(costs, drafters, load=Load((), (), [AUTO_DEPTH] * batch, 0, context))
 
     def predict(self, batch: int, shapes: Sequence[DraftShape], free: bool = True) -> Prediction:
         """The controller's choice among these shapes; unless the depth is `free`, it is that of the chosen shape."""
