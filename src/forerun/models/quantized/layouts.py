@@ -158,6 +158,29 @@ def gptq(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     return QuantizedTensor(first.file, (outputs, inputs), f"GPTQ int{bits}", unpack, form)
 
 
+def packed_integers(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """compressed-tensors, packed: a word holds inputs of one output, or zero points of several outputs; both are stored
+    plus half the range."""
+    first, outputs, words = matrix(parts, "_packed", WORDS)
+    size = get_part(parts, "_shape", INDEX, (2,)).read().tolist()
+    bits = next((bits for bits in ONES if [outputs, words] == [size[0], -(-size[1] * bits // 32)]), None)
+    if bits is None:
+        raise shape_error(first, f"for {short(parts['_shape'].name)}, {size}, it is neither 4 nor 8 bits each")
+    inputs, zeros = size[1], parts.get("_zero_point")
+    scales, num_groups = scales_of(parts, outputs)
+    groups = groups_of(parts, "_g_idx", scales, num_groups, inputs)
+    if zeros is not None:
+        get_part(parts, "_zero_point", WORDS, (-(-outputs * bits // 32), num_groups))
+
+    def unpack() -> IntegerWeight:
+        offsets = None if zeros is None else unpacked(zeros.read().T, bits)[:, :outputs].T
+        factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
+        return IntegerWeight(unpacked(first.read(), bits)[:, :inputs], factors, offsets, bits, groups())
+
+    form = group_form(bits, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
+    return QuantizedTensor(first.file, (outputs, inputs), f"compressed-tensors int{bits}", unpack, form)
+
+
 def scales_of(parts: WeightParts, outputs: int) -> tuple[StoredTensor, int]:
     """The scales of an integer weight, and the number of scales for each output; 1 if all outputs share a scale."""
     part = get_part(parts, "_scale", FLOATS)
@@ -168,44 +191,23 @@ def scales_of(parts: WeightParts, outputs: int) -> tuple[StoredTensor, int]:
     return part, part.shape[1]
 
 
-def compressed_integers(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
-    """compressed-tensors: integers of one byte or packed, or FP8 numbers.
-
-    A word of packed numbers holds inputs of one output, or zero points of several outputs; both are stored plus half
-    the range.
-    """
-    is_packed, bits = "_packed" in parts, 8
-    if is_packed:
-        first, outputs, words = matrix(parts, "_packed", WORDS)
-        size = get_part(parts, "_shape", INDEX, (2,)).read().tolist()
-        inputs = size[1]
-        bits = next((bits for bits in ONES if [outputs, words] == [size[0], -(-inputs * bits // 32)]), 0)
-        if not bits:
-            raise shape_error(first, f"for {short(parts['_shape'].name)}, {size}, it is neither 4 nor 8 bits each")
-    elif get_part(parts, "", ("I8", *FP8)).format != "I8":
+def single_bytes(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
+    """compressed-tensors, not packed: int8 or FP8 numbers of one byte."""
+    if get_part(parts, "", ("I8", *FP8)).format != "I8":
         return fp8(parts, scheme)
-    else:
-        first, outputs, inputs = matrix(parts, "", ("I8",))
+    first, outputs, inputs = matrix(parts, "", ("I8",))
     scales, num_groups = scales_of(parts, outputs)
     groups, zeros = groups_of(parts, "_g_idx", scales, num_groups, inputs), parts.get("_zero_point")
     if zeros is not None:
-        packed_shape = (-(-outputs * bits // 32), num_groups)
-        get_part(parts, "_zero_point", *((WORDS, packed_shape) if is_packed else (("I8",), scales.shape)))
-
-    def for_outputs(values: Tensor) -> Tensor:
-        return values.view(-1, num_groups).expand(outputs, -1)
+        get_part(parts, "_zero_point", ("I8",), scales.shape)
 
     def unpack() -> IntegerWeight:
-        numbers, offsets = first.read(), None if zeros is None else zeros.read()
-        if is_packed:
-            numbers = unpacked(numbers, bits)[:, :inputs]
-            offsets = None if offsets is None else unpacked(offsets.T, bits)[:, :outputs].T
-        elif offsets is not None:
-            offsets = for_outputs(offsets)
-        return IntegerWeight(numbers, for_outputs(scales.read().float()), offsets, bits, groups())
+        offsets = None if zeros is None else zeros.read().view(-1, num_groups).expand(outputs, -1)
+        factors = scales.read().float().view(-1, num_groups).expand(outputs, -1)
+        return IntegerWeight(first.read(), factors, offsets, 8, groups())
 
-    form = group_form(bits, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
-    return QuantizedTensor(first.file, (outputs, inputs), f"compressed-tensors int{bits}", unpack, form)
+    form = group_form(8, inputs, num_groups, scales.format, zeros is not None, "_g_idx" in parts)
+    return QuantizedTensor(first.file, (outputs, inputs), "compressed-tensors int8", unpack, form)
 
 
 def fp8(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
@@ -321,8 +323,8 @@ LAYOUTS: dict[str, tuple[WeightLayout, ...]] = {  # by the methods of scheme.py
     "awq": (WeightLayout(".qweight", (".qzeros", ".scales"), ".weight", awq),),
     "gptq": (WeightLayout(".qweight", (".qzeros", ".scales", ".g_idx"), ".weight", gptq),),
     "compressed-tensors": (
-        WeightLayout("_packed", ("_scale", "_shape", "_zero_point", "_g_idx"), "", compressed_integers),
-        WeightLayout("_scale", ("", "_zero_point", "_g_idx"), "", compressed_integers),
+        WeightLayout("_packed", ("_scale", "_shape", "_zero_point", "_g_idx"), "", packed_integers),
+        WeightLayout("_scale", ("", "_zero_point", "_g_idx"), "", single_bytes),
     ),
     "fp8": (WeightLayout("_scale_inv", ("",), "", fp8), WeightLayout("_scale", ("",), "", fp8)),
     "mxfp4": (WeightLayout("_blocks", ("_scales",), "", mxfp4),),
