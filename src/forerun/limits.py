@@ -1,4 +1,4 @@
-"""Limits: which numbers a request may contain, and how error messages show a value.
+"""Limits: which numbers and which JSON a request may contain, and how error messages show a value.
 
 A whole number is an integer of Python or numpy; a real number may also be a `Fraction`; a bool is neither. A number
 that passes a check becomes a plain int or float within int64 or float32, so that no later arithmetic overflows. The
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
+from typing import Any
 
 from forerun.errors import InvalidRequest
 
@@ -67,6 +68,30 @@ def real(field: str, value: object, fix: str, least: float = -FLOAT32, most: flo
         if least <= number <= most:
             return number
     raise refusal(field, value, fix)
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON. Raises RecursionError for deep nesting, and ValueError for what else is invalid.
+
+    That includes NaN, infinities, numbers beyond float64, and a name that occurs twice in an object.
+    """
+    return json.loads(text, parse_constant=finite, parse_float=finite, object_pairs_hook=_unique_members)
+
+
+def finite(text: str) -> float:
+    """Parse a number of JSON. Raises ValueError for NaN and infinities, which Python's parser accepts."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:30]} is not a finite number")
+    return value
+
+
+def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in members:
+            raise ValueError(f"{shown(name)} occurs twice")
+        members[name] = value
+    return members
 
 
 def is_whole(text: str) -> bool:

@@ -168,6 +168,22 @@ def test_invalid_lines_are_reported_and_can_be_corrected(run: Callable[..., Resu
     assert [answer["line"] for answer in answers(prompts)] == [1, 2, 8]
 
 
+@pytest.mark.parametrize("id_", ["NaN", "-Infinity", "1e999", '[{"a": -1e999}]'])
+def test_answers_are_json_whatever_the_ids_are(id_: str, run: Callable[..., Result], prompts: Path) -> None:
+    prompts.write_text(f'{{"prompt": "Once", "id": {id_}}}\n{{"prompt": "One", "id": [1e99, null]}}\n')
+    assert f"error: {prompts}:1: not JSON (" in run().stderr
+    assert [(answer["line"], answer["id"]) for answer in answers(prompts)] == [(2, [1e99, None])]
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a", "prompt": "b"}', '{"prompt": "a", "id": {"b": 1, "b": 1}}'])
+def test_a_line_that_names_a_field_twice_is_not_answered(line: str, run: Callable[..., Result], prompts: Path) -> None:
+    prompts.write_text(f"{line}\n")
+    result = run()
+    assert result.exit_code == 2
+    assert " occurs twice): write one object per line" in result.stderr
+    assert not answers(prompts)
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [

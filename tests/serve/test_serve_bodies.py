@@ -99,6 +99,7 @@ def test_unsupported_fields_that_would_change_the_text_are_refused(
         (b"[]", 400, "invalid_json"),
         (b"{", 400, "invalid_json"),
         (b'{"temperature": NaN}', 400, "invalid_json"),
+        (b'{"prompt": "a", "logit_bias": {"5": -1e999}}', 400, "-1e999 is not a finite number"),
         (b'{"prompt": "\xff"}', 400, "invalid_json"),
         (b'{"prompt": "a", "n": 1, "n": 2}', 400, '"n" occurs twice'),
         (b'{"prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}", 413, "body_too_large"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import InvalidRequest, TokenizerError
-from forerun.limits import shown, values_in_json
+from forerun.limits import shown, strict_json, values_in_json
 
 FIELDS = ("prompt", "text", "turns")
 
@@ -65,12 +65,12 @@ def text_of(line: bytes) -> str:
 
 def object_of(line: str) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises InvalidRequest."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("prompts", f"not JSON ({error}): write one object per line") from error
-    if not isinstance(entry, dict):
-        with values_in_json():
+    with values_in_json():
+        try:
+            entry = strict_json(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest("prompts", f"not JSON ({error}): write one object per line") from error
+        if not isinstance(entry, dict):
             raise InvalidRequest("prompts", f'{shown(entry)} is not an object: write {{"prompt": ...}}')
     return entry
 

@@ -6,7 +6,6 @@ are short even for long bodies.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from codecs import BOM_UTF8
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.did_you_mean import nearest
-from forerun.limits import shown
+from forerun.limits import shown, strict_json
 from forerun.serve.problems import ApiError, refused, unserved
 from forerun.serve.schema import KNOWN, OBJECTS, Endpoint, FieldTable
 
@@ -33,20 +32,8 @@ log = logging.getLogger(__name__)
 
 def parse_json_body(raw: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object. Raises ApiError 400 for anything else."""
-
-    def refuse_constant(name: str) -> None:
-        raise ValueError(f"{name} is not a number in JSON")
-
-    def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        members: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in members:
-                raise ValueError(f"{shown(name)} occurs twice")
-            members[name] = value
-        return members
-
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=refuse_constant, object_pairs_hook=unique_members)
+        body = strict_json(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         if isinstance(error, UnicodeDecodeError):

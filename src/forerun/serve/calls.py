@@ -7,7 +7,6 @@ answers to calls. Text with invalid JSON, or with a function that was not offere
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 import string
@@ -16,6 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from forerun.limits import finite
 from forerun.serve.growing import BLANKS, GrowingText, Scan, unbroken
 from forerun.serve.parameters import types_of
 
@@ -289,16 +289,9 @@ def arguments_of(arguments: Any) -> dict[str, Any]:
 def parse_json(text: str) -> Any:
     """Parse JSON, allowing line breaks in strings; INVALID if it is invalid."""
     try:
-        return json.loads(unbroken(text), strict=False, parse_constant=number, parse_float=number)
+        return json.loads(unbroken(text), strict=False, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError):
         return INVALID
-
-
-def number(text: str) -> float:
-    """Parse a number of JSON. Raises ValueError for NaN and infinities, which Python's parser accepts."""
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is not a number in JSON")
-    return value
 
 
 READERS: Mapping[CallKind, Callable[[CallForm, GrowingText, Functions], Scan[list[ToolCall]]]] = {
