@@ -143,6 +143,42 @@ def test_other_forms_of_a_request_are_answered(server: Running, raw: bytes) -> N
     assert json.loads(body)["choices"][0]["text"] == expected()
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/health", "localhost", 200),
+        ("HTTP://localhost:80/v1/models/stories?x=http://a/b", "localhost", 200),
+        ("http://localhost/v1%2Fmodels", "localhost", 200),
+        ("http://localhost/health", "elsewhere", 200),
+        ("http://elsewhere/health", "localhost", 403),
+        ("http://me@localhost/health", "localhost", 403),
+        ("http:///health", "localhost", 403),
+        ("http://localhost%2Fhealth", "localhost", 403),
+        ("http://localhost", "localhost", 200),
+        ("http://localhost/nowhere", "localhost", 404),
+        ("ftp://localhost/health", "localhost", 404),
+        ("localhost/health", "localhost", 404),
+    ],
+)
+def test_a_target_in_absolute_form_replaces_the_host(server: Running, target: str, host: str, status: int) -> None:
+    """RFC 9112, section 3.2.2."""
+    lines = (f"GET {target} HTTP/1.1", f"Host: {host}", "Connection: close", "", "")
+    ((answered, _, body),) = asked(server, "\r\n".join(lines).encode())
+    assert answered == status, body
+
+
+@pytest.mark.parametrize("more", [(), ("Expect: 100-continue",)], ids=["", "expects"])
+def test_a_body_that_is_announced_as_too_long_is_refused_before_it_comes(server: Running, more: tuple[str]) -> None:
+    with server.raw(head("/v1/completions", 10_001, "Connection: close", *more)) as sock:
+        raw = ended(sock)
+    ((_, _, body),) = answers(raw)
+    assert raw.startswith(b"HTTP/1.1 413 ")  # not 100
+    assert json.loads(body)["error"]["code"] == "body_too_large"
+    padded = BODY.ljust(10_000)
+    ((status, _, _),) = asked(server, head("/v1/completions", 10_000, "Connection: close") + padded)
+    assert status == 200
+
+
 def test_pipelined_requests_are_answered_in_their_order(server: Running) -> None:
     found = asked(server, posted("/v1/completions", OK) * 3 + READY)
     assert [status for status, _, _ in found] == [200] * 4

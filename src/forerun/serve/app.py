@@ -194,7 +194,8 @@ class HttpRoutes:
         if (coding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
             message = f"a body with Content-Encoding: {shown(coding)} is not supported: send it uncompressed."
             raise ApiError(415, message, code="unsupported_encoding")
-        raw = await self.service.uploads.read(request.stream())
+        announced_bytes = int(request.headers.get("content-length", 0))
+        raw = await self.service.uploads.read(request.stream(), announced_bytes)
         entry = self.service.gate.enter(tenant, arrived_s)
         entry.request_id, entry.traceparent = request.state.request_id, request.headers.get("traceparent", "")
         entry.session_id = request.headers.get("x-session-id", "")

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -26,6 +26,7 @@ from forerun.serve.problems import ApiError
 ACCESS = "forerun.serve.access"
 ID_HEADER, ANTHROPIC_ID_HEADER = "x-request-id", "request-id"  # Anthropic's clients read the latter
 CLIENT_ID = re.compile(r"[ -~]{1,128}")  # a request id from a client that is accepted
+ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/]*)(?P<path>/.*)?", re.IGNORECASE)  # a request target, without query
 CLOSE = (b"connection", b"close")
 VERSIONS = ("1.0", "1.1")
 PIECE_ITEMS = 16  # list items per piece: 16 tokens with 128 alternatives each take 2 ms
@@ -51,6 +52,7 @@ class Envelope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        use_origin_form(scope)
         headers, arrived_s = Headers(raw=scope["headers"]), time.perf_counter()
         request_id = next(filter(CLIENT_ID.fullmatch, headers.getlist(ID_HEADER)), None) or new_id()
         scope.setdefault("state", {})["request_id"] = request_id
@@ -80,6 +82,16 @@ class Envelope:
         finally:
             if status is not None:
                 log_access(scope, status, request_id, time.perf_counter() - arrived_s)
+
+
+def use_origin_form(scope: Scope) -> None:
+    """Replace an absolute request target by its path, and the Host header by its authority (RFC 9112, 3.2.2)."""
+    match = ABSOLUTE.fullmatch(scope["raw_path"])
+    if match is not None:
+        scope["raw_path"] = match["path"] or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
+        others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        scope["headers"] = [(b"host", match["authority"]), *others]
 
 
 def check_framing(scope: Scope, headers: Headers) -> None:

@@ -48,8 +48,12 @@ class Uploads:
     under_way: dict[Upload, None] = field(default_factory=dict)
     num_bytes: int = 0
 
-    async def read(self, pieces: AsyncIterator[bytes]) -> bytes:
-        """Receive a complete body. Raises ApiError 408 or 413, or the reason passed to `end`."""
+    async def read(self, pieces: AsyncIterator[bytes], announced_bytes: int = 0) -> bytes:
+        """Receive a complete body; one that is announced as too long is not received at all.
+
+        Raises ApiError 408 or 413, or the reason passed to `end`.
+        """
+        self.check_length(announced_bytes)
         deadline = asyncio.timeout(self.most_s)
         upload = Upload(deadline)
         try:
@@ -70,8 +74,7 @@ class Uploads:
             return
         upload.num_bytes += len(piece)
         self.num_bytes += len(piece)
-        if upload.num_bytes > self.most_bytes:
-            raise ApiError(413, f"the body has more than {self.most_bytes} bytes.", code="body_too_large")
+        self.check_length(upload.num_bytes)
         upload.pieces.append(piece)
         while self.num_bytes > self.most_bytes * MOST_AT_ONCE:
             oldest = next(each for each in self.under_way if each is not upload)
@@ -79,6 +82,11 @@ class Uploads:
             oldest.pieces.clear()
             message = "the memory for incomplete bodies is full, and this one is the oldest: send it faster."
             oldest.end(ApiError(408, message, code="body_too_slow"))
+
+    def check_length(self, num_bytes: int) -> None:
+        """Raise ApiError 413 for a body that has at least so many bytes, if that is too many."""
+        if num_bytes > self.most_bytes:
+            raise ApiError(413, f"the body has more than {self.most_bytes} bytes.", code="body_too_large")
 
     def forget(self, upload: Upload) -> None:
         """Remove a body from the count; idempotent."""
