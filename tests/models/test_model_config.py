@@ -274,8 +274,8 @@ def test_a_field_that_a_family_does_not_read_changes_nothing(field: dict[str, An
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["OlmoeForCausalLM"]}, r"architectures is \['OlmoeForCausalLM'\]; supported are Llama"),
-    ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'; supported are Llama"),
+    ({"architectures": ["OlmoeForCausalLM"]}, r"architectures is \['OlmoeForCausalLM'\]; supported are Olmo3"),
+    ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'; supported are GptOss"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is silu"),
     (of_family("mixtral") | {"num_experts_per_tok": 7}, "num_experts_per_tok is 7; it must be at most .*, 6"),
     (of_family("mixtral") | {"num_local_experts": None}, "num_experts is None; it must be a whole number"),
@@ -335,6 +335,15 @@ def test_unsupported_values_are_refused_by_name(tmp_path: Path, change: dict[str
     with pytest.raises(UnsupportedModel, match=message) as caught:
         read_config(write(tmp_path, BASE | change))
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "x" * 100_000])
+def test_an_unknown_architecture_is_answered_with_the_most_similar_ones(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        read_config(write(tmp_path, BASE | {"architectures": [f"{name}2"]}))
+    message = str(caught.value).removeprefix(str(tmp_path))
+    assert name in message or name not in FAMILIES
+    assert len(message) < 400
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

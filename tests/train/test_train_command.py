@@ -227,10 +227,13 @@ def test_nothing_that_the_user_has_is_overwritten_unless_forced(prompts: Path, t
     assert (mine / "thesis.txt").read_text() == "years of work"
 
 
+def test_a_mistaken_kind_is_reported_before_missing_options() -> None:
+    assert "'KIND': 'medusae' is not known: did you mean medusa? Otherwise" in refusal("train", "medusae")
+
+
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
-        (["medusae"], "kind: 'medusae' is not known: did you mean medusa"),
         (["medusa", "--exit", "2"], "exit: 2 is no option of medusa, which has --heads"),
         (["medusa", "--heads", "17"], "heads: 17 must be at most 16"),
         (["early-exit", "--exit", "5"], "exit: 5 must be from 1 to 4: .* has 5 layers"),

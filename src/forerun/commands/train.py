@@ -86,12 +86,24 @@ class TargetOptions:
     loading: LoadingOptions = field(default_factory=LoadingOptions)
 
 
+def known_kind(text: str) -> str:
+    """Parser of KIND, whose mistakes are reported before missing options are."""
+    try:
+        check_choice("kind", text, sorted(KIND_NAMES))
+    except InvalidRequest as error:
+        raise typer.BadParameter(str(error).removeprefix("kind: ")) from None
+    return text
+
+
 @with_options(EXAMPLES)
 def train(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help=f"What to train: {', '.join(KIND_NAMES)}.", autocompletion=complete_from(*KIND_NAMES)
+            metavar="KIND",
+            help=f"What to train: {', '.join(KIND_NAMES)}.",
+            autocompletion=complete_from(*KIND_NAMES),
+            parser=known_kind,
         ),
     ],
     options: TargetOptions,
@@ -115,7 +127,6 @@ def train(
         from forerun.train.state import TrainFolder
         from forerun.train.train import TrainTask
         from forerun.train.train import train as run
-    check_choice("kind", kind, sorted(KIND_NAMES))
     defaults = GenerationDefaults.read(find_checkpoint(options.model)).given
     missing = [name for name in SERVED if name in defaults and getattr(learning, name) is None]
     settings = replace(learning, **{name: defaults[name] for name in missing})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ UNITS = {"B": 10**9, "M": 10**6, "K": 10**3, "": 1}  # of numbers of parameters
 WIDENED = "forerun_widened"  # key in config.json of a widened checkpoint
 SILU = ("silu", "swish")  # two names of the same function
 GELU = ("gelu_pytorch_tanh",)
+MOST_COMPARED = 64  # characters of a name; comparing longer ones takes time
 MOST_LAYERS = 10_000  # more are taken for a damaged config.json
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
@@ -191,7 +193,10 @@ def find_family(fields: Fields) -> Family:
         rows = [family for family in FAMILIES.values() if family.name == fields.values.get("model_type")]
     if rows:
         return rows[0]
-    key, supported = "architectures" if names else "model_type", f"supported are {', '.join(FAMILIES)}"
+    key = "architectures" if names else "model_type"
+    asked = str(names[0] if names else fields.values.get(key))
+    near = get_close_matches(asked[:MOST_COMPARED], FAMILIES, 3, cutoff=0.0)
+    supported = f"supported are {', '.join(near)} and {len(FAMILIES) - len(near)} others in docs/real-models.md"
     for part in PARTS:
         if isinstance(fields.values.get(part), dict):
             kind = shown(fields.values[part].get("model_type"))
