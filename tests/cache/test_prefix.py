@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
 from cache.test_paged import check_slots, make_cache, marks
+from forerun.cache.blocks import Move
 from forerun.cache.paged import PagedCache
 from forerun.cache.prefix import PrefixStore
 from forerun.cache.shared_prefix import MIN_SHARED, CachedPrefix, CachedText, longest_prefix, num_shared, start_row
@@ -73,7 +74,7 @@ def known(cache: PagedCache, text: Sequence[int], salt: str = "a") -> int:
 
 def test_only_full_blocks_with_the_same_salt_are_reused() -> None:
     cache = cache_of(200)
-    text = list(range(30))
+    text = list(range(31))
     retired(cache, text)
     assert known(cache, text) == 24
     assert known(cache, text[:23]) == 16
@@ -102,19 +103,30 @@ def test_the_least_recently_used_text_is_evicted_first_from_its_end() -> None:
     assert order[4:] == [(24, 16, 24), (24, 8, 24), (24, 8, 16), (24, 8, 8), (16, 8, 8), (8, 8, 8), (0, 0, 0)]
 
 
-@pytest.mark.full
+@settings(max_examples=10)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(0, 2**16))
 def test_nothing_is_evicted_while_blocks_are_free(lengths: list[int], seed: int) -> None:
-    """While a row grows and shrinks, exactly as many cached blocks stay as are free."""
+    """While a row grows and shrinks, exactly as many cached blocks stay as are free, and all of them are found."""
     rng, cache = random.Random(seed), cache_of(40 * SIZE)
-    for number, length in enumerate(lengths):
-        retired(cache, [number, *range(length * SIZE - 1)])
+    texts = [[number, *range(length * SIZE - 1)] for number, length in enumerate(lengths)]
+    retired(cache, *texts)
     for _ in range(6):
         before, count = len(cache.prefix_store), rng.randint(1, 40)
         cache.reserve([7], [count * SIZE])
         cache.check()
         assert len(cache.prefix_store) == min(before, 40 - count)
+        assert sum(known(cache, text) for text in texts) == len(cache.prefix_store) * SIZE
         cache.release([7])
+
+
+def test_a_growing_row_displaces_each_cached_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Displaced blocks go where the row arrives last, so none is moved again before all free blocks are taken."""
+    cache, moves = cache_of(20 * SIZE), list[Move]()
+    retired(cache, list(range(4 * SIZE)))
+    monkeypatch.setattr(cache.prefix_store, "move", moves.extend)
+    for _ in range(16):
+        cache.reserve([7], [SIZE])
+    assert len(moves) == len(cache.prefix_store) == 4
 
 
 def test_a_prefix_is_reused_in_part_if_the_row_needs_its_blocks() -> None:
@@ -152,6 +164,7 @@ def test_no_prefix_is_found_after_clear_or_release() -> None:
     text = list(range(40))
     retired(cache, text)
     cache.clear()
+    cache.check()
     assert len(cache.prefix_store) == 0
     assert not cache.keys.any()
     read_on(cache, 1, text)

@@ -122,17 +122,13 @@ class PrefixStore:
                     yield block
 
     def evict(self, cached: CachedBlock) -> None:
-        """Evict a block that has no cached continuation."""
+        """Evict a block that has no cached continuation, and the root of its tree if that holds no other block."""
+        parent = cached.parent
+        assert parent is not None, "a root is evicted"
         assert not cached.children, "a block is evicted before a later block of its text"
-        del self.order[cached], self.by_block[cached.block]
-        if cached.parent is not None:
-            del cached.parent.children[cached.key]
-            self.prune(cached.parent)
-
-    def prune(self, node: CachedBlock) -> None:
-        """Remove a root without blocks."""
-        if node.parent is None and not node.children:
-            self.roots.pop(node.key, None)
+        del self.order[cached], self.by_block[cached.block], parent.children[cached.key]
+        if parent.parent is None and not parent.children:
+            del self.roots[parent.key]
 
     def clear(self) -> None:
         """Evict all cached blocks."""
