@@ -73,6 +73,15 @@ def keep_measured(file: Callable[[], Path], measured: object, what: str) -> None
         )
 
 
+def read_measured(file: Callable[[], Path]) -> dict[str, Any]:
+    """The values that `keep_measured` saved, whose form is not checked; none if the file is not a JSON object."""
+    try:
+        measured = parsed(file().read_bytes())
+    except OSError:
+        return {}
+    return measured if isinstance(measured, dict) else {}
+
+
 @contextmanager
 def writable(folder: Path, option: str = "out") -> Iterator[None]:
     """Turns an OSError about writing to the folder into InvalidRequest."""

@@ -8,12 +8,10 @@ only one for all layers.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,7 @@ from forerun.models.config import ModelConfig
 from forerun.models.layer import Linear
 from forerun.models.projections import products
 from forerun.models.rows import MIN_ROWS
-from forerun.store import cache_folder, keep_measured
+from forerun.store import cache_folder, keep_measured, read_measured
 
 ROWS = (1, 4, 8, 64)  # rows of the timed passes: plain, drafted, a batch or a tree, a prompt chunk
 PASSES = (32, 32, 32, 4)  # passes of each kind in a typical answer: 256 prompt tokens, then 96 rounds
@@ -215,10 +213,7 @@ def times_file() -> Path:
 
 def read_times() -> dict[str, tuple[float, ...]]:
     """All stored times; none if the file cannot be read or has another content."""
-    with suppress(OSError, ValueError, RecursionError):
-        stored = json.loads(times_file().read_text(encoding="utf-8"))
-        return {key: tuple(row) for key, row in stored.items() if is_times(row)} if isinstance(stored, dict) else {}
-    return {}
+    return {key: tuple(row) for key, row in read_measured(times_file).items() if is_times(row)}
 
 
 def is_times(value: object) -> bool:

@@ -67,7 +67,6 @@ class Gate:
     departed_s: float | None = None  # time of the last departure
     num_sending: int = 0  # requests that the engine has finished, but whose answers are not sent
     draining: bool = False
-    empty: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check(self, tenant: str) -> None:
         """Raise ApiError 503 while draining, 429 if the tenant's queue is full."""
@@ -80,7 +79,6 @@ class Gate:
         """Admit a request that arrived at `arrived_s` (by default now). Raises what `check` does."""
         self.check(tenant)
         self.num_open[tenant] += 1
-        self.empty.clear()
         return OpenRequest(tenant, time.perf_counter() if arrived_s is None else arrived_s)
 
     async def place(self, entry: OpenRequest, num_sequences: int) -> None:
@@ -128,8 +126,6 @@ class Gate:
         if entry.turn is not None and not entry.placed:
             self.queues[entry.tenant].remove(entry)
         self.advance()
-        if not self.num_in:
-            self.empty.set()
 
     def depart(self, entry: OpenRequest) -> None:
         """Free all places that a request holds."""
@@ -159,10 +155,8 @@ class Gate:
                 entry.turn.set_result(None)
 
     def drain(self) -> None:
-        """Admit no more requests. The event `empty` is set once all open ones have left."""
+        """Admit no more requests; `num_in` is 0 once all open ones have left."""
         self.draining = True
-        if not self.num_in:
-            self.empty.set()
 
     @property
     def num_in(self) -> int:

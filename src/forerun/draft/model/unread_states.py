@@ -75,10 +75,6 @@ class UnreadStates:
         self.ended: deque[TextStates] = deque()
         self.num_bytes = 0
 
-    def __bool__(self) -> bool:
-        """Whether any sequence has unread states."""
-        return bool(self.waiting)
-
     def add(
         self,
         seq_id: int,

@@ -58,7 +58,6 @@ EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # each holds the te
 HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}  # metadata keys of numbers of heads
 IDS = "d2t"  # the target's id of each token of an EAGLE-3 head
 ROPE_DIVISORS = "rope_freqs.weight"
-IDLE = (ROPE_DIVISORS,)  # in config.json instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def hugging_face_tensors(file: GgufFile, family: Family) -> dict[str, GgufTensor
     for name, location in file.tensors.items():
         *layer, part, kind = name.replace(".nextn.", ".").split(".") if "." in name else ("", name)
         prefix = f"model.layers.{layer[1]}." if len(layer) == 2 else ""
-        if name in IDLE:
+        if name == ROPE_DIVISORS:  # in config.json instead
             continue
         if experts is not None and part in EXPERTS:
             tensors |= dict(experts_of(file, location, name, prefix, experts))

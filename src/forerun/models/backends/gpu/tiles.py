@@ -12,12 +12,10 @@ copied to another machine.
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.models.backends.gpu.capture import CAPTURES
-from forerun.store import cache_folder, keep_measured
+from forerun.store import cache_folder, keep_measured, read_measured
 
 ROWS = (32, 64, 128)  # numbers of rows that are timed; a pass uses the tile of the next larger one, or of the last
 FEWEST_ROWS = 17  # fewer rows have one tile
@@ -198,10 +196,7 @@ def tiles_file() -> Path:
 
 def read_tiles() -> KeptTiles:
     """All stored tiles of all GPUs; none if the file cannot be read or has another content."""
-    with suppress(OSError, TypeError, ValueError, RecursionError):
-        stored = json.loads(tiles_file().read_text(encoding="utf-8"))
-        return {key: value for key, value in dict(stored).items() if isinstance(value, dict)}
-    return {}
+    return {key: value for key, value in read_measured(tiles_file).items() if isinstance(value, dict)}
 
 
 def device_ms(body: Callable[[], object], device: torch.device, runs: int) -> float:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.annotations import Float, Shaped
+from forerun.models.backends.torch_cpu.quantized import quantize_rows
 from forerun.models.layer import Bias
 
-ROW_GROUP = 32
-LARGEST_INT8 = 127
+ROW_GROUP = 32  # inputs of a row that share a scale
 FORMS = ((4, 32), (8, 32), (8, 16))  # (bits, inputs of a group) that kernels support
 
 
@@ -100,15 +100,13 @@ class GroupedLinear:
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        w, rows = self.weight, functional.pad(x.float(), (0, -x.shape[1] % ROW_GROUP)).unflatten(1, (-1, ROW_GROUP))
-        tiny = torch.finfo(torch.float32).tiny
-        scales = (rows.abs().amax(2, keepdim=True) / LARGEST_INT8).clamp_min(tiny)
-        integers = (rows * scales.reciprocal()).round_().flatten(1)[:, : x.shape[1]]
-        inputs = integers.double().unflatten(1, (-1, w.size)).transpose(0, 1)  # [groups, rows, size]
+        w, (rows, width) = self.weight, x.shape
+        integers, scales = quantize_rows(functional.pad(x, (0, -width % ROW_GROUP)).view(-1, ROW_GROUP))
+        inputs = integers.view(rows, -1)[:, :width].double().unflatten(1, (-1, w.size)).transpose(0, 1)
         sums = torch.bmm(inputs, w.numbers.double().unflatten(1, (-1, w.size)).permute(1, 2, 0)).float()
-        shares = scales[:, :, 0].repeat_interleave(ROW_GROUP // w.size, 1).T  # [groups, rows]
+        shares = scales.view(rows, -1).repeat_interleave(ROW_GROUP // w.size, 1).T  # [groups, rows]
         totals = shares * inputs.sum(2).float()
-        product = torch.zeros(len(x), len(w.numbers))
+        product = torch.zeros(rows, len(w.numbers))
         for group, (of_group, share) in enumerate(zip(sums, shares, strict=False)):
             product = fused(of_group, w.scales[:, group] * share[:, None], product)
             if w.least is not None:
