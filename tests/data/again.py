@@ -28,4 +28,4 @@ class Again:
         *before, root = row.tokens
         known = row.seq_id in self.seen and root in before
         after = before[len(before) - before[::-1].index(root) :] if known else []
-        return [root, *after[: min(budget.depth, budget.nodes)]]
+        return [root, *after[: budget.depth]]

@@ -31,7 +31,8 @@ class Budget:
     """The limits of one sequence's draft in a round; depth 0 means no draft.
 
     `depth` bounds the length of a path, `width` the children of a node, `nodes` the number of draft tokens (without the
-    root). `drafter` is the index of a member of a mix; other drafters ignore it.
+    root; by default the depth). The depth is at most `nodes`. `drafter` is the index of a member of a mix; other
+    drafters ignore it.
 
     The survival of a node is the probability that it and all nodes above it are accepted. A drafter that can estimate
     survival leaves out the nodes below `min_survival`, which cost more time than they save; where a tree's shape must
@@ -52,6 +53,8 @@ class Budget:
         assert self.depth >= 0, f"a budget's depth is {self.depth}, below 0"
         if self.nodes == 0:
             object.__setattr__(self, "nodes", self.depth)
+        elif self.nodes < self.depth:
+            object.__setattr__(self, "depth", self.nodes)
 
     @classmethod
     def of(cls, speculation: Speculation, depth: int | None = None) -> Budget:
@@ -64,9 +67,9 @@ class Budget:
             tree = speculation.tree.cut(depth)
             return NO_DRAFT if tree is None else cls(tree.depth, tree.width, len(tree.paths), shape=tree)
         if speculation.width == 1 and speculation.nodes is None:
-            return cls(depth, nodes=depth) if depth > 0 else NO_DRAFT
+            return cls(depth) if depth > 0 else NO_DRAFT
         nodes = speculation.nodes_within(depth)
-        return cls(min(depth, nodes), speculation.width, nodes) if nodes > 0 else NO_DRAFT
+        return cls(depth, speculation.width, nodes) if nodes > 0 else NO_DRAFT
 
     def merged(self, num_members: int) -> Budget:
         """This budget for the merged tree of a mix: `num_members` times as wide, so that each member has its width."""

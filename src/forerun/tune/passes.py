@@ -151,7 +151,7 @@ class FullChains(ForwardingDrafter):
 
 def within(budget: Budget, depth: int) -> Budget:
     """A chain budget, limited to a depth."""
-    return budget if depth >= budget.depth else replace(budget, depth=depth, nodes=min(depth, budget.nodes))
+    return budget if depth >= budget.depth else replace(budget, depth=depth, nodes=depth)
 
 
 @dataclass(slots=True)

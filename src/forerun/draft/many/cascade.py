@@ -188,7 +188,7 @@ class CascadeDrafter:
                 rows = range(len(growing))
                 pass_s += self.judge_alone(inner_draws(draws, growing), rows, growing, tail_of(growing), timed)
         judged = {chain.row for chain in chains if chain.emitted}
-        left = [NO_DRAFT if row in judged else Budget(min(b.depth, b.nodes)) for row, b in enumerate(budgets)]
+        left = [NO_DRAFT if row in judged else Budget(budget.depth) for row, budget in enumerate(budgets)]
         unjudged = self.lower_draft(draws, left, tail)
         return Draft(joined_tree(draws, chains, unjudged.tree), pass_s=pass_s + unjudged.pass_s)
 
@@ -199,7 +199,7 @@ class CascadeDrafter:
         chains = []
         for row, (sampling, budget, limit) in enumerate(zip(draws.rows, budgets, limits, strict=True)):
             after_text = tails.get(sampling.seq_id, [sampling.tokens[-1]])
-            depth = min(budget.depth, budget.nodes, limit + 1 - len(after_text))
+            depth = min(budget.depth, limit + 1 - len(after_text))
             if depth > 0:
                 chains.append(Chain(row, sampling.seq_id, after_text, depth))
         return chains

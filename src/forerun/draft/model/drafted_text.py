@@ -147,4 +147,4 @@ def number_tokens(texts: Mapping[int, DraftedText], ids: IdMap, chains: Chains, 
 def starts_of(draws: Draws, granted: Mapping[int, Budget]) -> list[ChainStart]:
     """The starts of these sequences' chains, within their budgets."""
     rows = {seq_id: row for row, seq_id in enumerate(draws.seq_ids)}
-    return [ChainStart(rows[s], s, min(b.depth, b.nodes), b.min_survival) for s, b in granted.items()]
+    return [ChainStart(rows[s], s, b.depth, b.min_survival) for s, b in granted.items()]

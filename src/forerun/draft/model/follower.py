@@ -201,7 +201,7 @@ class Follower:
             after_text = tails.get(seq_id, self.after_text(seq_id))
             if seq_id not in self.sequences or after_text is None:
                 continue
-            depth = min(budget.depth, budget.nodes, self.max_depth(self.sequences[seq_id], after_text))
+            depth = min(budget.depth, self.max_depth(self.sequences[seq_id], after_text))
             if depth > 0:
                 budget = budget if depth == budget.depth else replace(budget, depth=depth)
                 rows.append(DraftRow(seq_id, after_text, budget))

@@ -63,8 +63,7 @@ class GrowingTree:
             return {}
         if budget.width == 1 and budget.shape is None:  # a chain: all rules agree
             last = self.num_extended - 1
-            goes_on = first <= last < budget.nodes and survival[last] >= budget.min_survival
-            return {last: FIRST_CHILD} if goes_on else {}
+            return {last: FIRST_CHILD} if first <= last and survival[last] >= budget.min_survival else {}
         rule = fixed_shape if budget.shape is not None else best_first if self.coupled else equal_shares
         return rule(self, [node for node in range(first, self.num_extended) if survival[node] >= budget.min_survival])
 

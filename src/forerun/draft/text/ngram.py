@@ -141,8 +141,7 @@ class NgramDrafter:
         for row, budget in zip(draws.rows, budgets, strict=True):
             indexed = self.texts.get(row.seq_id) or IndexedText(MatchCounts.up_to(0))
             after_text = tails.get(row.seq_id, [] if indexed.root is None else [indexed.root])
-            depth = min(budget.depth, budget.nodes)
-            length, draft_tokens = self.copy(indexed, after_text, depth) if after_text and depth else (0, [])
+            length, draft_tokens = self.copy(indexed, after_text, budget.depth) if budget.depth else (0, [])
             if with_survival:
                 survival = self.survival(indexed.matches, length, len(draft_tokens))
                 draft_tokens = draft_tokens[: sum(p >= budget.min_survival for p in survival)]

@@ -106,8 +106,7 @@ class SuffixDrafter:
         """The likeliest tree within a budget, from the text followed by `after_text`."""
         chain = None if after_text or budget.width > 1 else sequence.estimated
         if chain is not None:
-            ends_before = min(budget.depth, budget.nodes) < len(chain.tokens)
-            if ends_before or max(LEAST_SURVIVAL, budget.min_survival) >= sequence.least:
+            if budget.depth < len(chain.tokens) or max(LEAST_SURVIVAL, budget.min_survival) >= sequence.least:
                 return shortened(chain, budget)
         tree, places = sequence.tree, self.places_in_past(sequence, after_text)
         steps: list[Insertion] = []
@@ -247,7 +246,7 @@ def likeliest(root: int, sources: Sources, contexts: Contexts, budget: Budget) -
 
 def shortened(chain: HostTree, budget: Budget) -> HostTree:
     """The first tokens of a chain, within a budget."""
-    num_nodes = 1 + min(budget.depth, budget.nodes, len(chain.tokens) - 1)
+    num_nodes = 1 + min(budget.depth, len(chain.tokens) - 1)
     while chain.survival[num_nodes - 1] < budget.min_survival:
         num_nodes -= 1
     return HostTree(chain.tokens[:num_nodes], chain.parents[:num_nodes], survival=chain.survival[:num_nodes])

@@ -97,7 +97,7 @@ class TranslatingDrafter:
 
     def depth(self, seq_id: int, budget: Budget) -> int:
         """The number of target tokens to draft."""
-        return min(budget.depth, budget.nodes, *self.model.outlook([seq_id]).limit)
+        return min(budget.depth, *self.model.outlook([seq_id]).limit)
 
     def own_budget(self, seq_id: int, depth: int) -> Budget:
         """A budget for as many of the model's tokens as `depth` + 1 target tokens need, estimated from the text."""
