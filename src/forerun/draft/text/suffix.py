@@ -105,9 +105,9 @@ class SuffixDrafter:
     def draft(self, sequence: SuffixSequence, budget: Budget, after_text: Sequence[int] = ()) -> HostTree:
         """The likeliest tree within a budget, from the text followed by `after_text`."""
         chain = None if after_text or budget.width > 1 else sequence.estimated
-        if chain is not None:
-            if budget.depth < len(chain.tokens) or max(LEAST_SURVIVAL, budget.min_survival) >= sequence.least:
-                return shortened(chain, budget)
+        least = max(LEAST_SURVIVAL, budget.min_survival)
+        if chain is not None and (budget.depth < len(chain.tokens) or least >= sequence.least):
+            return shortened(chain, budget)
         tree, places = sequence.tree, self.places_in_past(sequence, after_text)
         steps: list[Insertion] = []
         for token in after_text:
