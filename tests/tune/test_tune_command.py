@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,10 +219,12 @@ def test_a_new_candidate_is_measured_alone(tuned: tuple[Path, Result, list[str]]
 def test_without_time_nothing_is_measured_and_the_report_says_so(pair: list[str], tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("\n".join(STORIES))
     where = ["--prompts", str(tmp_path / "tales.txt"), "--out", str(tmp_path / "out")]
-    result = tune([*pair, *where, "--time-limit", "0.001"])
+    result = tune([*pair, "auto", *where, "--time-limit", "0.001"])
     assert result.exit_code == 0, result.output
     assert "not reached within --time-limit" in result.stdout
     assert not (tmp_path / "out/forerun.toml").exists()
+    drafts = [each["draft"] for each in json.loads((tmp_path / "out/tune.json").read_text())["candidates"]]
+    assert drafts == [*pair[3:], "suffix"], "auto is the drafter that it chooses"
 
 
 @pytest.mark.parametrize(
@@ -315,3 +318,28 @@ def test_drafters_are_tried_even_if_the_calibration_has_no_time(
     report = json.loads((tmp_path / "out/tune.json").read_text())
     assert report["complete"]
     assert len(report["candidates"]) == 2
+
+
+class ReportingTrial:
+    """A trial that reports parts of its work and measures nothing."""
+
+    def __init__(self, draft: str) -> None:
+        self.candidate = Candidate(draft, draft)
+        self.report: Callable[[str, float], None] = lambda _what, _done: None
+        self.deadline_s = math.inf
+
+
+def test_all_parts_of_a_study_are_one_stage_that_names_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = list[tuple[str, float, str]]()
+
+    def reported(trial: ReportingTrial) -> study.Studied:
+        trial.report("measuring rounds, batch 1", 0.5)
+        return study.Studied(trial.candidate)
+
+    monkeypatch.setattr(study, "study", reported)
+    trials = [ReportingTrial("ngram"), ReportingTrial("suffix")]
+    study.study_all(trials, 0.0, lambda *report: reports.append(report))  # type: ignore[arg-type]
+    assert reports == [
+        ("tuning", 0.0, "ngram, measuring rounds, batch 1 50%"),
+        ("tuning", 0.5, "suffix, measuring rounds, batch 1 50%"),
+    ]

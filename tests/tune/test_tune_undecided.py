@@ -1,4 +1,7 @@
-"""What `forerun tune` says where its own figures are no evidence: "undecided", why, and what to do, but no setting."""
+"""What `forerun tune` says where its own figures are no evidence: "undecided", why, and what to do, but no setting.
+
+A drafter's name is the same in all rows of its tables.
+"""
 
 import io
 import json
@@ -123,3 +126,14 @@ def test_costs_keep_the_greatest_disturbance_of_their_parts_and_disturbed_ones_a
     for name, costs in (("quiet", quiet), ("busy", busy)):
         kept.add(name, json.loads(json.dumps({"rows": [[1, asdict(costs)]], "num_busy": costs.num_busy})))
     assert [kept.holds(name) for name in ("quiet", "busy")] == [True, False]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_long_name_is_shortened_alike_in_the_marked_row_and_in_others(width: int) -> None:
+    file = io.StringIO()
+    draft = f"suffix:/home/someone/{'drafters/' * 4}of-my-model/ngrams"
+    Console(width=width, file=file).print(tune_card(report_of(studied(draft, 1.5, 1.5))))
+    names = [line.split()[0] for line in file.getvalue().split("Acceptance")[0].splitlines() if "ngrams" in line]
+    assert len(names) >= 2
+    assert len(set(names)) == 1
+    assert names[0].endswith("ngrams")

@@ -78,8 +78,8 @@ def measured(figures: CellFigures | None, doubt: str) -> list[Cell]:
 
 
 def marked_name(name: str, best: bool) -> Text:
-    """A name, marked if it is the fastest."""
-    return Text(f"{name} ←" if best else name, "bold green" if best else "")
+    """A name, marked if it is the fastest; without a mark its width is the same, so that both are shortened alike."""
+    return Text(f"{name} {'←' if best else ' '}", "bold green" if best else "")
 
 
 def drafters(report: TuneReport) -> FigureTable:

@@ -12,13 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from forerun.annotations import ProgressCallback
 from forerun.bench.figures import CellFigures, GroupFigures, group_figures
 from forerun.bench.plan import CHOSEN, Group
 from forerun.bench.run import BenchRun, run_name
 from forerun.errors import DraftError, NotEnoughMemory
 from forerun.machine import disturbance
+from forerun.progress import LoadingBar
 from forerun.tune.passes import COARSE_DEPTHS, PassTable, RowCosts, rows_of, sizes_at
 from forerun.tune.predict import DecodingJob, Expected, acceptance_at_depth, expect, interval, simulate, speed_up
 from forerun.tune.trial import PILOT_DEPTH, Candidate, DrafterMemory, OutOfTime, Trial
@@ -114,15 +115,20 @@ class Studied:
         return next((c for c in self.cells if (c.group.batch, c.group.temperature) == (batch, temperature)), None)
 
 
-def study_all(trials: Sequence[Trial], deadline_s: float, report: ProgressCallback) -> list[Studied]:
+def study_all(trials: Sequence[Trial], deadline_s: float, bar: LoadingBar) -> list[Studied]:
     """Study all candidates in order, each with an equal share of the remaining time."""
     studied = []
     for number, trial in enumerate(trials):
-        report(f"tuning {trial.candidate.draft}", number / len(trials))
+        trial.report = partial(report_part, bar, number / len(trials), trial.candidate.label)
         now_s = time.perf_counter()
         trial.deadline_s = now_s + max(0.0, deadline_s - now_s) / (len(trials) - number)
         studied.append(study(trial))
     return studied
+
+
+def report_part(bar: LoadingBar, share: float, name: str, what: str, done: float) -> None:
+    """Report a part of a candidate's study; `share` of all studies is finished."""
+    bar("tuning", share, f"{name}, {what} {done:.0%}")
 
 
 def study(trial: Trial) -> Studied:

@@ -15,6 +15,7 @@ from forerun.bench.material import Passage, Template, Workload, check_lengths, w
 from forerun.bench.measure import Measurements, environment
 from forerun.bench.plan import Selection
 from forerun.control.forecast import without_advice
+from forerun.draft.auto import resolved_draft
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
 from forerun.progress import LoadingBar
@@ -54,7 +55,7 @@ def tune(
         torch.set_num_threads(subject.threads)
     deadline_s = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
     target = Blueprint.of(subject.spec, bar)
-    candidates = candidates_of(subject.drafts, target.config.layers)
+    candidates = candidates_of([str(resolved_draft(each, target)) for each in subject.drafts], target.config.layers)
     workload = workload_of("tune", prompts, selection.num_prompts, target.tokenizer(), subject.template)
     check_lengths(workload, selection.num_tokens, target.config.max_positions)
     settings = {name: value for name, value in asdict(selection).items() if name not in ("depths", "tree")}
