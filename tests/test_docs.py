@@ -111,6 +111,14 @@ def test_options_that_are_mentioned_alone_exist(page: Path) -> None:
     assert set(LONE_OPTION.findall(TEXTS[page])) <= options_of(*KNOWN.values())
 
 
+def test_every_option_is_explained_somewhere() -> None:
+    mentioned = {option for text in TEXTS.values() for option in re.findall(r"(?<![\w-])--[\w-]+", text)}
+    for name, command in KNOWN.items():
+        for option in command.params:
+            spellings = {spelled for spelled in (*option.opts, *option.secondary_opts) if spelled.startswith("--")}
+            assert not spellings or spellings & mentioned, f"forerun {name} {spellings}"
+
+
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(TEXTS[page]):

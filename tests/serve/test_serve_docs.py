@@ -59,6 +59,14 @@ def test_the_tables_name_every_field_of_their_class() -> None:
         assert f"`{name}`" in PAGE
 
 
+def test_every_field_that_is_served_is_explained() -> None:
+    for endpoint, fields in KNOWN.items():
+        missing = {
+            name for name, field in fields.items() if field.kind == "served" and not re.search(rf"\b{name}\b", PAGE)
+        }
+        assert not missing, endpoint
+
+
 def test_every_metric_of_the_table_is_reported(server: Running) -> None:
     with server.http() as http:
         http.post("/v1/completions", json={"prompt": "def ", "max_tokens": 8, "temperature": 0})
