@@ -18,7 +18,6 @@ from forerun.models.config import ModelConfig, read_config
 from forerun.models.loading import Blueprint
 from forerun.models.projections import products
 from forerun.models.weights import candidate_dtypes
-from forerun.store import keep_measured
 from kit.checkpoints import TARGET
 
 NATIVE = pytest.mark.skipif(find_kernels("auto", torch.float32) is None, reason="there are no compiled kernels here")
@@ -158,12 +157,3 @@ def test_the_timed_layers_are_all_linear_layers_of_a_pass(name: str) -> None:
     weights = sum(math.prod(shape) * count for shape, count in products(blueprint.config).items())
     others = (2 * blueprint.config.layers + 1) * blueprint.config.hidden
     assert 0 <= blueprint.pass_bytes // blueprint.dtype.itemsize - weights <= 2 * others
-
-
-def test_a_full_cache_folder_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(choice, "times_file", lambda: tmp_path / "file" / "layers.json")
-    keep_measured(choice.times_file, {"a": (1.0,) * len(choice.ROWS)}, "The times of kernels")
-    assert "measures them again" in caplog.text

@@ -25,6 +25,7 @@ from kit.compiled import require_compiler
 from kit.reading import logits_in_pieces
 
 VOCAB, LENGTH, WINDOW, ORIGINAL = 199, 80, 11, 32
+TOKENS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1,
@@ -33,10 +34,14 @@ SIZES = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PLAIN_ROPE = RopeConfig(1e4)
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 44}
 SHARED = {"shared_expert_intermediate_size": 72}
+NO_WINDOWS: dict[str, Any] = {"windows": (None,) * 3}
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
 MIXTRAL = {"num_local_experts": 4, "sliding_window": WINDOW}
 MOSTLY = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+FULL = {"layer_types": ["full_attention"] * 3}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": WINDOW} | {
     "rope_parameters": YARN | {"rope_theta": 15e4, "truncate": False}
 }
@@ -45,7 +50,8 @@ GEMMA2 = {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 20,
     "final_logit_softcapping": 20.0,
 }
 MINISTRAL = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.7}
-COHERE = {"sliding_window": WINDOW, "layer_types": ["full_attention"] * 3, "logit_scale": 1.2}
+COHERE = {"sliding_window": WINDOW, "logit_scale": 1.2} | FULL
+BIASED = {"head_dim": 32, "attention_bias": True}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 LONGROPE = {"original_max_position_embeddings": ORIGINAL, "sliding_window": None} | {
     "rope_parameters": {
@@ -75,12 +81,7 @@ CASES = [
     Case("all biases", "llama", {"attention_bias": True, "mlp_bias": True}, {"mlp_bias": False}),
     Case("attention biases", "llama", {"attention_bias": True}, {"out_bias": False}),
     Case("theta", "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope": PLAIN_ROPE}),
-    Case(
-        "linear",
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-        {"rope": PLAIN_ROPE},
-    ),
+    Case("linear", "llama", {"rope_parameters": LINEAR}, {"rope": PLAIN_ROPE}),
     Case("llama3", "llama", {"rope_parameters": LLAMA3}, {"rope": PLAIN_ROPE}),
     Case("yarn", "llama", {"rope_parameters": YARN}, {"rope": PLAIN_ROPE}),
     Case(
@@ -89,21 +90,15 @@ CASES = [
         {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False}},
         {"rope": RopeConfig(1e4, "yarn", 4.0, ORIGINAL)},
     ),
-    Case("window", "mistral", {"sliding_window": WINDOW}, {"windows": (None,) * 3}),
+    Case("window", "mistral", {"sliding_window": WINDOW}, NO_WINDOWS),
     Case("no window, wide heads", "mistral", {"sliding_window": None, "head_dim": 32}),
     Case("biases", "qwen2", {}, {"qkv_bias": False}),
-    Case(
-        "upper windows",
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-        {"windows": (WINDOW,) * 3},
-    ),
+    Case("upper windows", "qwen2", SOME_WINDOWS | {"max_window_layers": 1}, {"windows": (WINDOW,) * 3}),
     Case("yarn, tied", "qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}, {"rope": PLAIN_ROPE}),
     Case(
         "two bases, norms behind blocks",
         "gemma3_text",
-        {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
-        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "tie_word_embeddings": True} | MOSTLY,
         {"local_rope": RopeConfig(1e6)},
     ),
     Case(
@@ -113,7 +108,7 @@ CASES = [
         {"query_scale": 1.0},
     ),
     Case("layers that do not turn", "smollm3", {"no_rope_layers": [1, 0, 1]}, {"rotated": ()}),
-    Case("fused tensors, a window", "phi3", {"sliding_window": WINDOW}, {"windows": (None,) * 3}),
+    Case("fused tensors, a window", "phi3", {"sliding_window": WINDOW}, NO_WINDOWS),
     Case(
         "three quarters of a head",
         "phi3",
@@ -121,15 +116,10 @@ CASES = [
         {"rotary_dim": 0},
     ),
     Case("norms behind blocks alone, over all heads", "olmo2", {}, {"joint_norm": False, "qk_norm": False}),
-    Case("windows in most layers", "olmo3", {"sliding_window": WINDOW, **MOSTLY}, {"windows": (None,) * 3}),
+    Case("windows in most layers", "olmo3", {"sliding_window": WINDOW, **MOSTLY}, NO_WINDOWS),
     Case("only layers with windows turn", "exaone4", {"sliding_window": WINDOW, **MOSTLY}, {"rotated": ()}),
-    Case(
-        "all layers turn",
-        "exaone4",
-        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
-        {"rope": RopeConfig(5e5)},
-    ),
-    Case("half of a head, neighbours", "glm4", {"head_dim": 32, "attention_bias": True}, {"interleaved": False}),
+    Case("all layers turn", "exaone4", {"sliding_window": None, **FULL}, {"rope": RopeConfig(5e5)}),
+    Case("half of a head, neighbours", "glm4", BIASED, {"interleaved": False}),
     Case("soft caps", "gemma2", GEMMA2, {"score_cap": None}),
     Case(
         "logits alone are capped",
@@ -148,7 +138,7 @@ CASES = [
         "queries that grow, a window",
         "ministral3",
         {"head_dim": 16, "sliding_window": WINDOW, "rope_parameters": MINISTRAL | {"rope_type": "default"}},
-        {"windows": (None,) * 3},
+        NO_WINDOWS,
     ),
     Case(
         "a parallel block, layers that do not turn",
@@ -157,7 +147,7 @@ CASES = [
         {"rotated": ()},
     ),
     Case("biases, nothing turns", "cohere2", COHERE | {"attention_bias": True}, {"layer_norm": False}),
-    Case("a plain MLP, biases, a window", "starcoder2", {"sliding_window": WINDOW}, {"windows": (None,) * 3}),
+    Case("a plain MLP, biases, a window", "starcoder2", {"sliding_window": WINDOW}, NO_WINDOWS),
     Case("no biases but of norms", "starcoder2", {"use_bias": False}, {"layer_norm": False}),
     Case("rows by key heads, biases", "internlm2", {"attention_bias": True}, {"by_key_head": False}),
     Case("rows by key heads, dynamic", "internlm2", {"num_key_value_heads": 1, "rope_parameters": DYNAMIC}),
@@ -167,17 +157,11 @@ CASES = [
     Case(
         "listed windows, biases",
         "qwen3",
-        {
-            "head_dim": 32,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
+        SOME_WINDOWS | BIASED | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         {"windows": (None, None, WINDOW)},
     ),
     Case("two of eight experts", "mixtral", {"num_local_experts": 8}, {"experts": {"active": 1}}),
-    Case("window, one of four experts", "mixtral", MIXTRAL | {"num_experts_per_tok": 1}, {"windows": (None,) * 3}),
+    Case("window, one of four experts", "mixtral", MIXTRAL | {"num_experts_per_tok": 1}, NO_WINDOWS),
     Case("a shared expert, its gate", "qwen2_moe", EXPERTS | SHARED, {"experts": {"normalised": True}}),
     Case(
         "dense layers, weights that add up to 1",
@@ -188,24 +172,15 @@ CASES = [
     Case(
         "upper windows",
         "qwen2_moe",
-        EXPERTS
-        | SHARED
-        | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "tie_word_embeddings": True},
-        {"windows": (None,) * 3},
+        EXPERTS | SHARED | SOME_WINDOWS | {"max_window_layers": 2, "tie_word_embeddings": True},
+        NO_WINDOWS,
     ),
     Case("head norms", "qwen3_moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}, {"qk_norm": False}),
     Case(
         "windows, biases, every other layer dense",
         "qwen3_moe",
-        EXPERTS
-        | {
-            "head_dim": 32,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "decoder_sparse_step": 2,
-        },
-        {"windows": (None,) * 3},
+        EXPERTS | SOME_WINDOWS | BIASED | {"decoder_sparse_step": 2},
+        NO_WINDOWS,
     ),
     Case("sinks", "gpt_oss", GPT_OSS, {"sinks": False}),
     Case(
@@ -338,20 +313,19 @@ def test_logits_are_those_of_transformers(case: Case, kernels: KernelChoice, tmp
     if kernels == "native":
         require_compiler()
     model = build(case, tmp_path)
-    tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
+        expected = model(TOKENS[None]).logits[0]
     assert expected.std() >= 3, "flat logits would hide what is left out"
     assert 2 * max(WINDOW, ORIGINAL) <= LENGTH
 
     blueprint = Blueprint.of(str(tmp_path), dtype="float32", kernels=kernels)
     for chunks in ([LENGTH], [1, 2, 40, 1, LENGTH - 44]):
-        found = our_logits(blueprint, tokens.tolist(), chunks)
+        found = our_logits(blueprint, TOKENS.tolist(), chunks)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     if case.ablated:
         wrong = replace(blueprint, config=ablated(blueprint.config, case.ablated))
         assert wrong.config != blueprint.config
-        assert (our_logits(wrong, tokens.tolist(), [LENGTH]) - expected).abs().max() > 0.05
+        assert (our_logits(wrong, TOKENS.tolist(), [LENGTH]) - expected).abs().max() > 0.05
     new, old = configs(tmp_path)
     assert new == old == blueprint.config
 
@@ -378,12 +352,11 @@ def test_bfloat16_logits_stay_near_those_of_transformers(case: Case, kernels: Ke
     if kernels == "native":
         require_compiler()
     model = build(case, tmp_path)
-    tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
-        exact = model(tokens[None]).logits[0]
-        rounded = model.bfloat16()(tokens[None]).logits[0].float()
+        exact = model(TOKENS[None]).logits[0]
+        rounded = model.bfloat16()(TOKENS[None]).logits[0].float()
     blueprint = Blueprint.of(str(tmp_path), dtype="bfloat16", kernels=kernels)
-    found = our_logits(blueprint, tokens.tolist(), [LENGTH])
+    found = our_logits(blueprint, TOKENS.tolist(), [LENGTH])
 
     def error(logits: Tensor) -> Tensor:
         return (logits - exact).std(1).quantile(0.1) if blueprint.config.experts else (logits - exact).std()

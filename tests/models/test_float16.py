@@ -1,15 +1,13 @@
 """float16: weights, keys and values are held in it, and everything is computed in float32, as with wider weights."""
 
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copy
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.device import Placement
@@ -22,7 +20,7 @@ from forerun.models.loading import Blueprint
 from forerun.models.packing import WeightLoader
 from forerun.models.runner import Read, Runner
 from forerun.models.weights import Checkpoint
-from kit.checkpoints import TARGET
+from kit.checkpoints import TARGET, rewritten
 from kit.compiled import ENDS, HERE, LEVELS, compiled_for, require_compiler
 
 LARGEST = 65504.0
@@ -106,24 +104,15 @@ def test_what_is_infinite_is_not_hidden(kernels: NativeBackend) -> None:
     assert logits.isnan().all()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target as a checkpoint in float16."""
-    folder = tmp_path_factory.mktemp("float16")
-    copy(TARGET / "tokenizer.json", folder)
-    config = json.loads((TARGET / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float16", "dtype": "float16"}))
-    save_file({n: t.half() for n, t in load_file(TARGET / "model.safetensors").items()}, folder / "model.safetensors")
-    return folder
-
-
-def test_a_checkpoint_is_held_in_it(folder: Path) -> None:
+def test_a_checkpoint_is_held_in_it(tmp_path: Path) -> None:
     require_compiler()
-    blueprint = Blueprint.of(str(folder))
+    halves = {name: tensor.half() for name, tensor in load_file(TARGET / "model.safetensors").items()}
+    folder = str(rewritten(TARGET, halves, {"torch_dtype": "float16", "dtype": "float16"}, tmp_path))
+    blueprint = Blueprint.of(folder)
     assert (blueprint.format, blueprint.kernels) == ("float16", "native")
     assert blueprint.load(64).decoder.embedding.dtype == torch.float16
-    assert Blueprint.of(str(folder), quantize="int8").format == "float16, int8 weights"
-    assert Blueprint.of(str(folder), kernels="torch").format == "float32"
-    assert Blueprint.of(str(folder), device=Placement(torch.device("cpu"), fixed=True)).format == "bfloat16"
-    formats = [Blueprint.of(str(folder), dtype=dtype).fingerprint() for dtype in ("auto", "bfloat16", "float32")]
+    assert Blueprint.of(folder, quantize="int8").format == "float16, int8 weights"
+    assert Blueprint.of(folder, kernels="torch").format == "float32"
+    assert Blueprint.of(folder, device=Placement(torch.device("cpu"), fixed=True)).format == "bfloat16"
+    formats = [Blueprint.of(folder, dtype=dtype).fingerprint() for dtype in ("auto", "bfloat16", "float32")]
     assert len({*formats}) == 3

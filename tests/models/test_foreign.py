@@ -170,10 +170,6 @@ def test_tensor_names_of_each_quantising_program_are_recognised(folder: Path) ->
     ("config", "parts"),
     [
         ({"quantization": {"group_size": 64, "bits": 4}}, ["quantization is .*by MLX are not read: use the float16"]),
-        (
-            {"quantization_config": {"quant_method": "hqq"}},
-            ["quant_method is 'hqq'; supported are awq, .*: use the float16"],
-        ),
         ({"compression_config": {"quant_method": None}}, ["quant_method is None; supported are awq, "]),
         ({"quantization_config": [4]}, ["quantization_config is .*; it must be an object"]),
     ],

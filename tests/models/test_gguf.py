@@ -18,9 +18,10 @@ from models.test_families import (
     GEMMA2,
     GPT_OSS,
     LENGTH,
+    LINEAR,
     MINISTRAL,
     SHARED,
-    VOCAB,
+    TOKENS,
     WINDOW,
     YARN,
     Case,
@@ -28,7 +29,6 @@ from models.test_families import (
     our_logits,
 )
 
-LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 BIASED = {"attention_bias": True, "mlp_bias": True, "head_dim": 24}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW, "tie_word_embeddings": True}
@@ -68,9 +68,8 @@ def both(case: str, tmp_path: Path, number_format: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_file_gives_the_bits_of_the_folder_that_it_was_made_of(case: str, number_format: str, tmp_path: Path) -> None:
     folder, file = both(case, tmp_path, number_format)
-    tokens = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7)).tolist()
     expected, found = (
-        our_logits(Blueprint.of(str(path), dtype="float32", kernels="torch"), tokens, [LENGTH])
+        our_logits(Blueprint.of(str(path), dtype="float32", kernels="torch"), TOKENS.tolist(), [LENGTH])
         for path in (folder, file)
     )
     assert torch.equal(found, expected)

@@ -37,12 +37,6 @@ HALVES = {**dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)), "Q6_K": (20
 MORE = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "tokenizer.ggml.pre": "gpt-2"}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that stand for files are made where they are thrown away."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from([name for name, each in FORMATS.items() if each.form]),

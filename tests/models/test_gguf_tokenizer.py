@@ -32,12 +32,6 @@ SENTENCES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that stand for files are made where they are thrown away."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def test_the_tokenizer_template_and_ends_of_a_file_are_its_own(tmp_path: Path) -> None:
     file = str(stories(tmp_path / "model.gguf"))
     llm, original = LLM(file), Tokenizer.load(TARGET)

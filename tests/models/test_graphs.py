@@ -79,24 +79,6 @@ def test_logits_are_those_of_runner_for_any_batch_of_reads(pair: tuple[Runner, G
                 runner.release(ids[:1])
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_kept_path_leaves_the_cache_of_the_path_read_alone(pair: tuple[Runner, GraphRunner], seed: int) -> None:
-    dice = random.Random(seed)
-    _, branched = fresh(pair)
-    _, straight = fresh(pair)
-    prompt = [dice.randrange(3, VOCAB) for _ in range(40)]
-    tree, path = random_read(dice, 0, "tree")
-    for runner in (branched, straight):
-        runner.read([Read(0, prompt)])
-        runner.keep([0], [range(40)])
-    branched.read([tree])
-    branched.keep([0], [path])
-    straight.read([Read(0, [tree.tokens[n] for n in path])])
-    straight.keep([0], [range(len(path))])
-    after = [runner.read([Read(0, [5], judged=[0])]).logits for runner in (branched, straight)]
-    assert (after[0] - after[1]).abs().max() <= TOLERANCE
-
-
 def test_a_tail_grows_over_several_reads(pair: tuple[Runner, GraphRunner]) -> None:
     plain, fixed = fresh(pair)
     for runner in (plain, fixed):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.models.backends.invariance import agreed_rows, cancelling_product
+from forerun.models.backends.invariance import cancelling_product
 from forerun.models.backends.torch_cpu.linear import COUNTS, BlockedLinear, PackedLinear, make_linear, trusted_rows
 from forerun.models.rows import MAX_ROWS, padded_rows
 
@@ -111,27 +111,9 @@ def test_rows_beyond_the_last_number_that_agrees_go_in_pieces(
 
 
 @pytest.mark.usefixtures("forgotten_checks")
-def test_a_layer_whose_rows_are_not_independent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = PackedLinear.multiply
-    monkeypatch.setattr(PackedLinear, "multiply", lambda self, x: honest(self, x) + 1e-6 * len(x))
-    assert isinstance(make_linear(torch.randn(32, 32)), BlockedLinear)
-    monkeypatch.setattr(PackedLinear, "multiply", honest)
-    trusted_rows.cache_clear()
-    assert isinstance(make_linear(torch.randn(32, 32)), PackedLinear)
-
-
-@pytest.mark.usefixtures("forgotten_checks")
 def test_a_missing_packed_kernel_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(self: PackedLinear, x: Tensor) -> Tensor:
         raise RuntimeError("could not create a primitive descriptor")
 
     monkeypatch.setattr(PackedLinear, "multiply", missing)
     assert isinstance(make_linear(torch.randn(32, 32)), BlockedLinear)
-
-
-def test_the_largest_row_count_with_equal_bits_is_found() -> None:
-    x = torch.arange(64.0)[:, None]
-    counts = [2, 4, 8, 16, 32, 64]
-    assert agreed_rows(lambda rows: rows, x, counts, 2) == 64
-    assert agreed_rows(lambda rows: rows + (len(rows) > 8), x, counts, 2) == 8
-    assert agreed_rows(lambda rows: rows + len(rows), x, counts[1:], 2) == 0

@@ -345,10 +345,7 @@ def test_no_damage_raises_raw(kind: str, sources: dict[str, Path], tmp_path: Pat
             r"quant_method is 'hqq'; supported are awq, gptq, .*: use the float16 or bfloat16 original",
         ),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'; supported: gemm"),
-        (
-            {"quant_method": "gptq", "checkpoint_format": "marlin"},
-            "checkpoint_format is 'marlin'; supported: gptq, gptq_v2",
-        ),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "is 'marlin'; supported: gptq, gptq_v2"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3; supported: 4, 8"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
         (

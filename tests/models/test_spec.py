@@ -1,8 +1,5 @@
 """ModelSpec accepts every spelling of the loading options, stores one form of each, and refuses the rest by name."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import forerun
 from forerun.device import CPU, Placement
 from forerun.errors import InvalidRequest
 from forerun.models.loading import Blueprint
 from forerun.models.spec import ModelSpec
-from kit.checkpoints import TARGET
+from kit.checkpoints import SRC, TARGET
+from kit.command import apart
 
 FIXED = Placement(torch.device("cpu"), fixed=True)
 
@@ -88,11 +85,6 @@ def test_the_tokenizer_may_be_anothers(tmp_path: Path) -> None:
 
 
 def test_options_come_without_torch() -> None:
-    code = (
-        "import sys; sys.modules['forerun'] = type(sys)('forerun'); sys.modules['forerun'].__path__ = [sys.argv[1]]; "
-    )
+    code = "import sys; forerun = sys.modules['forerun'] = type(sys)('forerun'); forerun.__path__ = [sys.argv[1]]; "
     code += "from forerun.models.spec import ModelSpec; ModelSpec('x'); sys.exit('torch' in sys.modules)"
-    folder = str(Path(forerun.__file__).parent)
-    subprocess.run(
-        [sys.executable, "-c", code, folder], check=True, env=os.environ | {"PYTHONPATH": str(Path(folder).parent)}
-    )
+    assert apart("-c", code, str(SRC / "forerun")).returncode == 0

@@ -112,6 +112,7 @@ def test_an_unwritable_folder_only_costs_another_measurement(
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert chosen()
     assert "cannot be saved" in caplog.text
+    assert "every start measures them again" in caplog.text
 
 
 def test_reads_take_the_tiles_of_the_next_number_of_rows() -> None:

@@ -97,12 +97,6 @@ def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
         Checkpoint(tmp_path, torch.float32)
 
 
-def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match="w is stored as I8, without scales that config"):
-        Checkpoint(tmp_path, torch.float32).take("w", (2, 2))
-
-
 MEASURE = """
 import sys, torch
 from pathlib import Path

@@ -28,9 +28,8 @@ from forerun.models.runner import Read
 from forerun.models.widen import LayerOrigin, Wider, widen
 from forerun.sampling.params import SamplingParams
 from kit.checkpoints import SMALL, TARGET
-from models.test_families import CASES, LENGTH, VOCAB, Case, build, our_logits
+from models.test_families import CASES, LENGTH, TOKENS, Case, build, our_logits
 
-TOKENS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(7))
 BY_NAME = {f"{case.family}: {case.name}": case for case in CASES}
 TIED, BIASED = BY_NAME["llama: tied, grouped"], BY_NAME["llama: all biases"]
 WINDOWS, UPPER = BY_NAME["qwen3: listed windows, biases"], BY_NAME["qwen2: upper windows"]
