@@ -169,6 +169,7 @@ def test_every_prompt_and_sample_counts_and_has_offsets_of_its_own(server: Runni
         lists = choice["logprobs"]
         lengths = [len(token) for token in lists["tokens"]]
         assert lists["text_offset"] == [sum(lengths[:i]) for i in range(len(lengths))]
+        assert "".join(lists["tokens"]) == choice["text"]
 
 
 def test_without_special_tokens_and_with_log_probabilities_of_the_prompt(
@@ -251,14 +252,6 @@ def test_the_models_template_and_a_continued_answer(tmp_path: Path) -> None:
     )[0]
     assert found["choices"][0]["message"]["content"] == expected.outputs[0].text
     assert ids["count"] == len(ids["tokens"]) == len(plain().tokenizer.encode("Tom had a dog ", False))
-
-
-def test_offsets_count_characters_of_the_text(server: Running) -> None:
-    found = server.post("/v1/completions", prompt=PROMPT, max_tokens=20, seed=1, logprobs=1).json()["choices"][0]
-    logprobs = found["logprobs"]
-    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-        assert found["text"][offset : offset + len(token)] == token
-    assert logprobs["text_offset"][0] == 0
 
 
 def test_tokenize_and_detokenize_are_each_other_s_reverse(server: Running) -> None:

@@ -3,12 +3,13 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from forerun.errors import InvalidRequest
+from forerun.sampling import matcher
 from forerun.serve.body import parse_json_body
 from forerun.serve.harmony import harmony_messages
 from forerun.serve.inputs import input_messages, message_fields
@@ -58,13 +59,26 @@ def asked(body: str, endpoint: Endpoint, lenient: bool) -> tuple[float, str]:
     """The processor time in seconds that this thread takes to read a body, and the error message, if any."""
     raw, began_s = body.encode(), time.thread_time()
     try:
-        prepare(
-            parse_json_body(raw), endpoint, plain(), "", ServeSettings(lenient=lenient, trust_request_templates=True)
-        )
+        prepare(parse_json_body(raw), endpoint, plain(), "", LENIENT if lenient else TRUSTING)
         problem = ""
     except (InvalidRequest, ApiError) as error:
         problem = json.dumps(problem_of(error).body)
     return time.thread_time() - began_s, problem
+
+
+@pytest.fixture(autouse=True, scope="module")
+def each_grammar_is_tried_once() -> Iterator[None]:
+    """All interfaces take the same grammars, and to try a long one takes seconds."""
+    problems, honest = dict[str, str | None](), matcher.problem_of_trial
+
+    def problem(source: str, *others: Any) -> str | None:
+        if source not in problems:
+            problems[source] = honest(source, *others)
+        return problems[source]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matcher, "problem_of_trial", problem)
+        yield
 
 
 def assert_quick(endpoint: Endpoint, shapes: Mapping[str, Callable[[int], Any]], lenient: bool) -> None:
@@ -173,8 +187,8 @@ def test_lenient_mode_applies_to_fields_inside_objects(caplog: pytest.LogCapture
     assert answers.requests[0][0].prompt == "Hi!"
 
 
-def user(n: int) -> list[Any]:
-    return [{"role": "user", "content": "a"} for _ in range(n)]
+def talk(role: str, content: object) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
 
 
 def calls(n: int) -> list[Any]:
@@ -186,28 +200,12 @@ def results(n: int) -> list[Any]:
 
 
 CONVERSIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[int], Any]]] = {
-    "neighbours": (message_fields, lambda n: {"messages": user(n)}),
-    "blocks": (
-        message_fields,
-        lambda n: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"} for _ in range(n)]}]},
-    ),
-    "uses": (
-        message_fields,
-        lambda n: {
-            "messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"} for _ in range(n)]}]
-        },
-    ),
-    "thoughts": (
-        message_fields,
-        lambda n: {
-            "messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a"} for _ in range(n)]}]
-        },
-    ),
-    "items": (
-        input_messages,
-        lambda n: {"input": [{"type": "function_call", "name": "f", "arguments": "{}"} for _ in range(n)]},
-    ),
-    "reasoning": (input_messages, lambda n: {"input": [{"type": "reasoning", "content": []} for _ in range(n)]}),
+    "neighbours": (message_fields, lambda n: {"messages": talk("user", "a")["messages"] * n}),
+    "blocks": (message_fields, lambda n: talk("user", [{"type": "text", "text": "a"}] * n)),
+    "uses": (message_fields, lambda n: talk("assistant", [{"type": "tool_use", "name": "f"}] * n)),
+    "thoughts": (message_fields, lambda n: talk("assistant", [{"type": "thinking", "thinking": "a"}] * n)),
+    "items": (input_messages, lambda n: {"input": SHAPES["items"](60 * n)}),
+    "reasoning": (input_messages, lambda n: {"input": [{"type": "reasoning", "content": []}] * n}),
     "arguments": (with_objects, lambda n: [{"role": "assistant", "content": "", "tool_calls": calls(n)}]),
     "Harmony": (
         harmony_messages,

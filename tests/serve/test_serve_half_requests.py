@@ -129,12 +129,16 @@ def test_bodies_in_any_order_stay_within_the_memory_limit(steps: list[tuple[int,
         await asyncio.sleep(0)
         bodies = list(kept.under_way)
         for index, size in steps:
-            body = bodies[index]
+            body, before = bodies[index], list(kept.under_way)
             stays = body in kept.under_way and body.num_bytes + size <= 20
             feeds[index].put_nowait(b" " * size)
             await asyncio.sleep(0)
             assert 0 <= kept.num_bytes <= 20 * 3
             assert (body in kept.under_way) == stays
+            others = [each for each in before if each is not body]
+            refused = [each for each in others if each not in kept.under_way]
+            assert refused == others[: len(refused)], "the oldest ones make room"
+            assert not any(each.pieces for each in refused)
         for feed in feeds:
             feed.put_nowait(None)
         assert all(number in (408, 413) or number <= 20 for number in await asyncio.gather(*tasks))
@@ -144,29 +148,6 @@ def test_bodies_in_any_order_stay_within_the_memory_limit(steps: list[tuple[int,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uploads, "MOST_AT_ONCE", 3)
         asyncio.run(work())
-
-
-def test_if_memory_for_bodies_is_short_the_oldest_is_refused_and_forgotten() -> None:
-    async def work() -> None:
-        all_uploads, arrives = Uploads(most_bytes=10, most_s=PATIENCE_S), asyncio.Event()
-
-        async def pieces() -> AsyncIterator[bytes]:
-            yield b"12345678"
-            await arrives.wait()
-
-        reading = [asyncio.create_task(all_uploads.read(pieces()))]
-        await asyncio.sleep(0)
-        (oldest,) = all_uploads.under_way
-        most = 10 * MOST_AT_ONCE // 8
-        reading += [asyncio.create_task(all_uploads.read(pieces())) for _ in range(most)]
-        await asyncio.sleep(0)
-        assert (all_uploads.num_bytes, len(all_uploads.under_way), oldest.pieces) == (8 * most, most, [])
-        arrives.set()
-        bodies = await asyncio.gather(*reading, return_exceptions=True)
-        assert [isinstance(body, ApiError) for body in bodies] == [True] + [False] * most
-        assert not all_uploads.num_bytes + len(all_uploads.under_way)
-
-    asyncio.run(work())
 
 
 def test_the_rest_of_a_refused_body_is_not_stored() -> None:

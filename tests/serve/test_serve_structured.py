@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from forerun.request import ChatOptions
 from forerun.sampling.grammar import Grammar
 from forerun.sampling.params import SamplingParams
 from forerun.serve import schema, structured
@@ -120,7 +121,7 @@ def test_openais_client_gets_the_requested_form(server: Running) -> None:
     answer = client.chat.completions.create(**asked, response_format=FORMAT, extra_body=extra).choices[0]
     assert answer.finish_reason == "stop"
     jsonschema.validate(json.loads(answer.message.content), SCHEMA)
-    prompt = plain().chat_prompt(asked["messages"], chat(TEMPLATE))
+    prompt = plain().chat_prompt(asked["messages"], ChatOptions(chat_template=TEMPLATE))
     params = SamplingParams(seed=5, max_tokens=400, grammar=Grammar.json(SCHEMA))
     assert plain().generate(prompt, params, speculation=False)[0].outputs[0].text == answer.message.content
     chunks = client.chat.completions.create(**asked, response_format=FORMAT, stream=True, extra_body=extra)
@@ -138,9 +139,3 @@ def test_openais_client_gets_the_requested_form(server: Running) -> None:
         model="stories", prompt="Once", n=2, max_tokens=40, extra_body={"structured_outputs": {"regex": "(ab){3,5}c"}}
     )
     assert all(re.fullmatch("(ab){3,5}c", choice.text) for choice in regex.choices)
-
-
-def chat(template: str) -> Any:
-    from forerun.request import ChatOptions
-
-    return ChatOptions(chat_template=template)

@@ -120,12 +120,6 @@ def test_a_message_without_calls_has_no_field_of_them(calls: Any) -> None:
 server = serving()
 
 
-STRICT: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
-    *({"type": "function", "function": {"name": name}} for name in ("free", "never")),
-]
-
-
 def test_tools_are_in_the_prompt_unless_none_may_be_called(server: Running) -> None:
     body = {"messages": MESSAGES, "chat_template": HERMES, "max_tokens": 3, "seed": 1}
     with_tools = server.post("/v1/chat/completions", **body, tools=TOOLS).json()["usage"]["prompt_tokens"]
