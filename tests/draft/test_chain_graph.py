@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from draft.rounds import Row, committed
 from forerun.device import Placement
-from forerun.draft.base import Budget, Committed, Draft
+from forerun.draft.base import Budget, Draft
 from forerun.draft.model.model import ModelDrafter
 from forerun.models.backends.gpu.chain_graph import ChainGraph
 from forerun.models.backends.gpu.graphs import GraphRunner
@@ -37,11 +38,7 @@ def runner() -> GraphRunner:
 
 def make(runner: GraphRunner, num_tokens: int = 1024) -> ModelDrafter:
     drafter = ModelDrafter(GraphRunner.of(runner.decoder, num_tokens, 16), VOCAB)
-    tokens = [t for text in TEXTS for t in text[:-1]]
-    offsets = [0]
-    for text in TEXTS:
-        offsets.append(offsets[-1] + len(text) - 1)
-    drafter.observe(Committed(range(len(TEXTS)), tokens, offsets, [text[-1] for text in TEXTS]))
+    drafter.observe(committed([Row(seq_id, text) for seq_id, text in enumerate(TEXTS)]))
     return drafter
 
 
@@ -107,8 +104,8 @@ def test_accepted_draft_tokens_stay_cached_although_the_host_received_them_late(
     drafter = make(runner)
     tree = drafter.propose(draws_of(), [Budget(4)] * 3).tree
     chains = tree.tokens[:, 1:].tolist()
-    news = [[text[-1], *chain[:2]] for text, chain in zip(TEXTS, chains, strict=True)]
-    drafter.observe(Committed(range(3), [t for new in news for t in new], [0, 3, 6, 9], [5, 6, 7]))
+    longer = [Row(i, [*text, *chain[:2], 5]) for i, (text, chain) in enumerate(zip(TEXTS, chains, strict=True))]
+    drafter.observe(committed(longer, [len(text) - 1 for text in TEXTS]))
     for seq_id, text in enumerate(TEXTS):
         assert drafter.runner.length(seq_id) == len(text) + 2
     drafter.runner.cache.check()

@@ -1,6 +1,5 @@
 """`python:FILE.py:CLASS`: what is wrong with a file is named, and only a user may name a file, since it is executed."""
 
-import json
 import os
 import shutil
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draft.test_auto import put
 from forerun import LLM
 from forerun.draft.auto import RECORD, resolve_auto, resolved_draft
 from forerun.draft.spec import DraftSpec, parse_spec
@@ -57,12 +57,6 @@ def test_the_page_shows_the_file_that_the_tests_run() -> None:
             ":A",
             "A is not a drafter: it has no names, propose, outl",
         ),
-        (
-            AGAIN.replace("= (),", "= (99,),", 1),
-            ":Again",
-            r"is not a drafter: its taps, \(99,\), must be a tuple of numbers from",
-        ),
-        (AGAIN.replace("= (),", "= (-1,),", 1), ":Again", "is not a drafter: with taps it needs the method adoptable"),
         (AGAIN, "", "the argument is a Python file and a class in it, as in python:mine.py:MyDrafter"),
         (AGAIN, ":", "the argument is a Python file and a class in it"),
         (None, "\0:A", r"cannot be read \(embedded null byte\): name the file"),
@@ -159,12 +153,8 @@ def target(tmp_path: Path) -> Blueprint:
 
 def record(target: Blueprint, drafter: str, argument: str, mixed_with: str | None, folder: str = "heads") -> Path:
     """A record of this drafter in the target's folder."""
-    path = target.folder / folder / RECORD
-    path.parent.mkdir()
-    values = {"drafter": drafter, "argument": argument, "target": target.weights_digest(), "temperature": 0.0}
-    rates = {"acceptance_at_depth": [0.9], "tokens_per_round": [1.9], "speed_up": 9.0}
-    path.write_text(json.dumps(values | rates | ({} if mixed_with is None else {"mixed_with": mixed_with})))
-    return path
+    values: dict[str, object] = {"drafter": drafter, "argument": argument, "mixed_with": mixed_with, "speed_up": 9.0}
+    return put(target.folder / folder, target, **values) / RECORD
 
 
 @pytest.mark.parametrize(

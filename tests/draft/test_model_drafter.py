@@ -29,14 +29,13 @@ CONTEXT = 256
 
 
 @pytest.fixture(scope="module")
-def blueprint() -> Blueprint:
-    return Blueprint.of(str(SMALL), dtype="float32")
+def loaded() -> Runner:
+    return Blueprint.of(str(SMALL), dtype="float32").load(64)
 
 
-def make(blueprint: Blueprint, num_tokens: int = 2048, vocab: int = VOCAB) -> ModelDrafter:
+def make(loaded: Runner, num_tokens: int = 2048, vocab: int = VOCAB) -> ModelDrafter:
     """A model drafter with its own cache."""
-    runner = blueprint.load(num_tokens)
-    return ModelDrafter(CountingRunner(runner.decoder, runner.cache), vocab)
+    return ModelDrafter(CountingRunner.of(loaded.decoder, num_tokens), vocab)
 
 
 def propose(
@@ -49,16 +48,16 @@ def propose(
     return drafter.propose(draws_of(rows, VOCAB, temperature=temperature), budgets, tail)
 
 
-def fresh(blueprint: Blueprint, rows: Sequence[Row], budgets: Sequence[Budget], temperature: float = 1.0) -> Draft:
+def fresh(loaded: Runner, rows: Sequence[Row], budgets: Sequence[Budget], temperature: float = 1.0) -> Draft:
     """The draft of a fresh drafter that observes the texts at once."""
-    drafter = make(blueprint)
+    drafter = make(loaded)
     drafter.observe(committed(rows))
     return propose(drafter, rows, budgets, temperature)
 
 
-def plain_greedy(blueprint: Blueprint, text: Sequence[int], count: int) -> list[int]:
+def plain_greedy(loaded: Runner, text: Sequence[int], count: int) -> list[int]:
     """Greedy continuation, one token at a time."""
-    runner, text, out = blueprint.load(512), list(text), []
+    runner, text, out = Runner.of(loaded.decoder, 512), list(text), []
     for _ in range(count):
         logits = runner.read([Read(0, text, judged=[len(text) - 1])]).logits
         runner.keep([0], [range(len(text))])
@@ -68,14 +67,14 @@ def plain_greedy(blueprint: Blueprint, text: Sequence[int], count: int) -> list[
 
 
 @pytest.mark.parametrize("length", [1, 2, TAIL_TOKENS + 1, TAIL_TOKENS + 2, 60])
-def test_a_chain_at_temperature_0_is_the_models_greedy_text(blueprint: Blueprint, length: int) -> None:
+def test_a_chain_at_temperature_0_is_the_models_greedy_text(loaded: Runner, length: int) -> None:
     row = Row(3, random_text(length, length))
-    tree = fresh(blueprint, [row], [Budget(7)], temperature=0.0).tree
-    assert tree.tokens[0].tolist() == [row.text[-1], *plain_greedy(blueprint, row.text, 7)]
+    tree = fresh(loaded, [row], [Budget(7)], temperature=0.0).tree
+    assert tree.tokens[0].tolist() == [row.text[-1], *plain_greedy(loaded, row.text, 7)]
 
 
-def test_accepted_draft_tokens_are_not_read_again(blueprint: Blueprint) -> None:
-    drafter, text = make(blueprint), random_text(30, 0)
+def test_accepted_draft_tokens_are_not_read_again(loaded: Runner) -> None:
+    drafter, text = make(loaded), random_text(30, 0)
     drafter.observe(committed([Row(0, text)]))
     chain = propose(drafter, [Row(0, text)], [Budget(4)]).tree.tokens[0, 1:].tolist()
     for accepted, reread in ((4, 1), (2, 0), (0, 0)):
@@ -89,39 +88,37 @@ def test_accepted_draft_tokens_are_not_read_again(blueprint: Blueprint) -> None:
         text = more
 
 
-def test_accepted_nodes_of_trees_are_not_read_again(blueprint: Blueprint) -> None:
+def test_accepted_nodes_of_trees_are_not_read_again(loaded: Runner) -> None:
     """Of an accepted path only the last node may be unread, although the tree's nodes were read in another order."""
     text, budget, left_out = random_text(30, 4), Budget(4, 3, 8), 0
-    draft = fresh(blueprint, [Row(0, text)], [budget])
+    draft = fresh(loaded, [Row(0, text)], [budget])
     paths, parents = draft.tree.path_tokens()[0].tolist(), set(draft.tree.parents[0].tolist())
     for node in range(1, draft.tree.tokens.shape[1]):
-        drafter, path_tokens = make(blueprint), [token for token in paths[node] if token >= 0]
+        drafter, path_tokens = make(loaded), [token for token in paths[node] if token >= 0]
         drafter.observe(committed([Row(0, text)]))
         before = counting(drafter.runner).num_read
         propose(drafter, [Row(0, text)], [budget])
         left_out += counting(drafter.runner).num_read - before - len(text) - len(parents - {-1, 0})
         drafter.observe(committed([Row(0, [*text, *path_tokens, 7])], [len(text) - 1]))
         assert drafter.unread(0) in ([], path_tokens[-1:])
-        runner, length = blueprint.load(512), drafter.runner.length(0)
+        runner, length = Runner.of(loaded.decoder, 512), drafter.runner.length(0)
         runner.read([Read(0, [*text, *path_tokens][:length])])
         runner.keep([0], [range(length)])
         assert torch.equal(rows_of(drafter.runner, 0), rows_of(runner, 0))
     assert left_out > 0
 
 
-def test_long_prompts_are_read_in_chunks_to_the_same_bits(
-    blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_are_read_in_chunks_to_the_same_bits(loaded: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row(s, random_text(120 + 20 * s, s)) for s in range(3)]
     budgets = [Budget(3)] * 3
-    at_once = fresh(blueprint, rows, budgets)
+    at_once = fresh(loaded, rows, budgets)
     assert sum(len(row.text) for row in rows) <= CHUNK_TOKENS
     monkeypatch.setattr("forerun.draft.model.follower.CHUNK_TOKENS", 50)
-    assert_same(fresh(blueprint, rows, budgets), at_once)
+    assert_same(fresh(loaded, rows, budgets), at_once)
 
 
-def test_nothing_is_drafted_beyond_the_models_context(blueprint: Blueprint) -> None:
-    drafter = make(blueprint)
+def test_nothing_is_drafted_beyond_the_models_context(loaded: Runner) -> None:
+    drafter = make(loaded)
     for length, limit in ((CONTEXT - 2, 3), (CONTEXT - 1, 2), (CONTEXT, 1), (CONTEXT + 1, 0), (CONTEXT + 9, 0)):
         row = Row(length, random_text(length, length))
         drafter.observe(committed([row]))
@@ -133,16 +130,16 @@ def test_nothing_is_drafted_beyond_the_models_context(blueprint: Blueprint) -> N
         drafter.forget([length])
 
 
-def test_with_too_little_cache_the_youngest_rows_are_not_drafted(blueprint: Blueprint) -> None:
+def test_with_too_little_cache_the_youngest_rows_are_not_drafted(loaded: Runner) -> None:
     rows = [Row(s, random_text(100, s)) for s in range(4)]
-    drafter = make(blueprint, num_tokens=256)  # two rows of two blocks
+    drafter = make(loaded, num_tokens=256)  # two rows of two blocks
     drafter.observe(committed(rows))
     tree = propose(drafter, rows[::-1], [Budget(3)] * 4).tree
     assert (tree.valid.sum(1) - 1).tolist() == [0, 0, 3, 3]
     drafter.runner.cache.check()
     tree = propose(drafter, rows[2:], [Budget(3)] * 2).tree  # rows that are not drafted are evicted
     assert (tree.valid.sum(1) - 1).tolist() == [3, 3]
-    expected = fresh(blueprint, rows[2:], [Budget(3)] * 2)
+    expected = fresh(loaded, rows[2:], [Budget(3)] * 2)
     assert torch.equal(tree.tokens, expected.tree.tokens)
     assert propose(drafter, rows, [Budget(3, 2, 8)] * 4).tree.valid.sum() > 4
     drafter.runner.cache.check()
@@ -158,8 +155,8 @@ def test_with_too_little_cache_the_youngest_rows_are_not_drafted(blueprint: Blue
 
 
 @pytest.mark.parametrize("vocab", [600, 450])
-def test_logits_are_cut_or_padded_to_the_targets_vocabulary_size(blueprint: Blueprint, vocab: int) -> None:
-    drafter, row = make(blueprint, vocab=vocab), Row(0, random_text(20, 3))
+def test_logits_are_cut_or_padded_to_the_targets_vocabulary_size(loaded: Runner, vocab: int) -> None:
+    drafter, row = make(loaded, vocab=vocab), Row(0, random_text(20, 3))
     row = Row(0, [t % 450 for t in row.text])
     drafter.observe(committed([row]))
     tree = drafter.propose(draws_of([row], vocab, temperature=1.0), [Budget(4, 3, 12)]).tree
@@ -168,16 +165,14 @@ def test_logits_are_cut_or_padded_to_the_targets_vocabulary_size(blueprint: Blue
     assert fitted.isfinite().sum(1).tolist() == [min(vocab, VOCAB)] * 2
     assert fitted.shape == (2, vocab)
     if vocab > VOCAB:
-        assert torch.equal(tree.tokens[0, :4], fresh(blueprint, [row], [Budget(4, 3, 12)]).tree.tokens[0, :4])
+        assert torch.equal(tree.tokens[0, :4], fresh(loaded, [row], [Budget(4, 3, 12)]).tree.tokens[0, :4])
         drafter.observe(committed([Row(0, [*row.text, 580, 4])], [len(row.text) - 1]))
         assert drafter.outlook([0]).limit == [0]  # it has no embedding for token 580
         assert drafter.propose(draws_of([Row(0, [580, 4])], vocab), [Budget(2)]).tree.depth == 0
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_draft_reports_the_time_of_its_passes(
-    blueprint: Blueprint, monkeypatch: pytest.MonkeyPatch, at_once: bool
-) -> None:
+def test_a_draft_reports_the_time_of_its_passes(loaded: Runner, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     """With a clock that only passes advance, each by another time, a draft's time is the sum of its passes'."""
     now_s, took_s = 0.0, []
 
@@ -198,7 +193,7 @@ def test_a_draft_reports_the_time_of_its_passes(
             return super().draw_chains(*arguments, **more) if at_once else None
 
     monkeypatch.setattr("forerun.draft.model.follower.time.perf_counter", lambda: now_s)
-    drafter = make(blueprint)
+    drafter = make(loaded)
     drafter.runner = SlowRunner(drafter.runner.decoder, drafter.runner.cache)
     row = Row(0, random_text(40, seed=3))
     drafter.observe(committed([row]))
@@ -207,15 +202,6 @@ def test_a_draft_reports_the_time_of_its_passes(
         draft = propose(drafter, [row], [Budget(depth=depth)])
         assert len(took_s) - before >= (2 if at_once else depth)
         assert draft.pass_s == sum(took_s[before:])
-
-
-@pytest.fixture(scope="module")
-def loaded() -> Runner:
-    return Blueprint.of(str(SMALL), dtype="float32").load(64)
-
-
-def judge_of(loaded: Runner, num_tokens: int = 2048) -> ModelDrafter:
-    return ModelDrafter(CountingRunner.of(loaded.decoder, num_tokens), VOCAB)
 
 
 def random_tokens(rng: random.Random, most: int) -> list[int]:
@@ -244,7 +230,7 @@ def check(loaded: Runner, texts: dict[int, list[int]], chains: Sequence[ChainToJ
 def test_a_judges_logits_are_those_of_the_text_read_in_one_pass(loaded: Runner, seed: int) -> None:
     """Chains that extend earlier ones, drafts between them, and committed text that equals a chain or not."""
     rng = random.Random(seed)
-    judge = judge_of(loaded, 2048 if seed % 2 else 384)
+    judge = make(loaded, 2048 if seed % 2 else 384)
     texts = {s: [1, *random_tokens(rng, 40)] for s in range(4)}
     judge.observe(committed([Row(s, t) for s, t in texts.items()]))
     emitted: dict[int, list[int]] = {s: [] for s in texts}
@@ -273,7 +259,7 @@ def test_a_judges_logits_are_those_of_the_text_read_in_one_pass(loaded: Runner, 
 
 
 def test_a_judge_does_not_read_the_common_prefix_of_chains_again(loaded: Runner) -> None:
-    judge, text = judge_of(loaded), [1, *range(3, 33)]
+    judge, text = make(loaded), [1, *range(3, 33)]
     judge.observe(committed([Row(0, text)]))
     judge.judge([ChainToJudge(0, [32], [5, 6, 7])])
     for late, draft_tokens, num_read in (
@@ -290,7 +276,7 @@ def test_a_judge_does_not_read_the_common_prefix_of_chains_again(loaded: Runner)
 
 def test_chains_without_cache_space_are_not_judged(loaded: Runner) -> None:
     """The other chains are judged."""
-    judge = judge_of(loaded, 128)  # two blocks
+    judge = make(loaded, 128)  # two blocks
     rows = [Row(s, [1, *range(3, 40)]) for s in range(3)] + [Row(3, [1] * 300)]
     texts = {row.seq_id: list(row.text) for row in rows}
     judge.observe(committed(rows))
