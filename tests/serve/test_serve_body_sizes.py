@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import InvalidRequest
-from forerun.sampling import matcher
+from forerun.sampling.trial import problem_of_trial
 from forerun.serve.body import parse_json_body
 from forerun.serve.harmony import harmony_messages
 from forerun.serve.inputs import input_messages, message_fields
@@ -69,15 +69,15 @@ def asked(body: str, endpoint: Endpoint, lenient: bool) -> tuple[float, str]:
 @pytest.fixture(autouse=True, scope="module")
 def each_grammar_is_tried_once() -> Iterator[None]:
     """All interfaces take the same grammars, and to try a long one takes seconds."""
-    problems, honest = dict[str, str | None](), matcher.problem_of_trial
+    problems = dict[str, str | None]()
 
     def problem(source: str, *others: Any) -> str | None:
         if source not in problems:
-            problems[source] = honest(source, *others)
+            problems[source] = problem_of_trial(source, *others)
         return problems[source]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matcher, "problem_of_trial", problem)
+        patch.setattr("forerun.sampling.matcher.problem_of_trial", problem)
         yield
 
 
