@@ -178,7 +178,7 @@ def check_norms(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> 
         return wide if gain is None else wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
 
     x, delta, gain = draw(rows, hidden), draw(rows, hidden), draw(hidden)
-    for more, delta_gain, each in product((None, delta), (None, gain + 1), (None, gain, gain.float())):
+    for more, delta_gain, each in product((None, delta), (None, gain + 1), (None, *in_formats(gain))):
         added, normed = ops.add_norm(x, more, each, 1e-5, delta_gain)
         wanted = x.double() if more is None else x.double() + norm(more, delta_gain)
         close(added, wanted)
@@ -186,6 +186,11 @@ def check_norms(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> 
         alone = [ops.add_norm(x[i : i + 1], None if more is None else more[i : i + 1], each, 1e-5, delta_gain)[1]
                  for i in range(rows)]  # fmt: skip
         assert torch.equal(torch.cat(alone), normed)
+
+
+def in_formats(gain: Tensor) -> list[Tensor]:
+    """The gain in the format of the rows, and in float32 if that is another one."""
+    return [gain] if gain.dtype == torch.float32 else [gain, gain.float()]
 
 
 def check_activations(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -222,7 +227,8 @@ def check_rotation(ops: Ops, device: str, dtype: torch.dtype, tolerance: float) 
     place, slot = (torch.tensor(t, dtype=torch.int32, device=device) for t in (positions, [7, 8, 1, 30, 31]))
     at = place, slot
     gains = torch.randn(6, width, generator=noise).to(device, dtype)
-    for gain, joint, begins in product((None, gains, gains.float()), (False, True), ((0, 0), (21, 21), (21, 42))):
+    normed = [(None, False), *product(in_formats(gains), (False, True))]
+    for (gain, joint), begins in product(normed, ((0, 0), (21, 21), (21, 42))):
         layer = Attention(None, nothing, nothing, gain, None, None, None, *begins, joint)
         empty = torch.zeros(kv_heads, slots, width, dtype=dtype, device=device)
         stores = (empty, empty.clone())
