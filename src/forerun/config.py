@@ -35,6 +35,12 @@ def require_whole(name: str, value: object, least: int, most: int = MOST_COUNT) 
         raise InvalidRequest(name, f"{shown(value)} must be at most {most}.")
 
 
+def require_url(name: str, text: str) -> None:
+    """Raise InvalidRequest unless a text begins like the URL of a server."""
+    if not text.startswith(("http://", "https://")):
+        raise InvalidRequest(name, f"{shown(text)} is not a URL: begin it with http:// or https://.")
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Speculation:
     """How a request is drafted: chains of `depth` tokens or, if `width` > 1, trees of at most `nodes` draft tokens.

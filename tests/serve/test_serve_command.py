@@ -53,10 +53,11 @@ def test_mistakes_are_reported_before_anything_is_loaded(tmp_path: Path, monkeyp
     monkeypatch.setattr("forerun.commands.answering.build_llm", loaded)
     (tmp_path / "empty").write_text("# nobody\n")
     (tmp_path / "long").write_text("a b c\n")
-    assert "cannot be read" in message_of("--api-keys", str(tmp_path / "none"))
+    assert "cannot be read (No such file or directory)" in message_of("--api-keys", str(tmp_path / "none"))
     assert "holds no key" in message_of("--api-keys", str(tmp_path / "empty"))
     assert "line 1, has 3 words" in message_of("--api-keys", str(tmp_path / "long"))
     assert "give both, or neither" in message_of("--tls-key", "k.pem")
+    assert "'collector:4318' is not a URL" in message_of("--otlp-traces-endpoint", "collector:4318")
     assert "tls_key: no.pem cannot be read (No such file" in message_of("--tls-key", "no.pem", "--tls-cert", "no.pem")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -78,7 +79,7 @@ def test_settings_are_checked(field: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xfe", "cannot be read"),
+        (b"\xff\xfe", r"cannot be read \(it is not UTF-8\)"),
         (b"a k1\nb k1\n", "line 2, repeats a key: choose another one"),
         ("k\u00fc".encode(), "line 1: a key must be printable ASCII"),
     ],

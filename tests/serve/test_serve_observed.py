@@ -3,10 +3,12 @@
 import itertools
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from forerun.control.forecast import Forecast
 from forerun.errors import MissingPackage
 from forerun.llm import LLM
 from forerun.serve import records
+from forerun.serve.access import warn_if_readable
 from forerun.serve.envelope import ACCESS
-from forerun.serve.records import LogFormat, log_to_stderr
+from forerun.serve.records import REQUESTS, LogFormat, log_to_stderr
 from forerun.streams import show_warnings
 from kit.checkpoints import ROOT, SMALL, TARGET
 from kit.servers import Paced, Running, drafting, running, until
@@ -164,12 +167,13 @@ def test_metrics_agree_with_the_usage_of_answers() -> None:
 @pytest.fixture
 def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
     """What was written to standard error; loggers are as before at the end."""
-    names = ["forerun", *records.LEVELS, records.REQUESTS, ACCESS]
-    before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in map(logging.getLogger, names)]
+    names = ["forerun", *records.LEVELS, REQUESTS, ACCESS]
+    before = [(logger, logger.level, logger.propagate) for logger in map(logging.getLogger, names)]
     yield lambda: capsys.readouterr().err
-    for logger, level, propagate, disabled in before:
+    for logger, level, propagate in before:
         logger.handlers.clear()
-        logger.level, logger.propagate, logger.disabled = level, propagate, disabled
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @pytest.mark.short("json")
@@ -209,11 +213,19 @@ def test_a_request_is_a_line_without_its_text(written: Callable[[], str], paced:
         assert asked[line["request_id"]]["duration_s"] >= line["total_s"] - 1e-6, "the whole request, parsing included"
 
 
-def test_without_the_access_log_no_request_is_logged(written: Callable[[], str]) -> None:
+def test_without_the_access_log_no_request_is_logged_but_warnings_of_access_are(
+    written: Callable[[], str], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("k1")
+    keys.chmod(0o644)
     log_to_stderr("json", access=False)
+    warn_if_readable(keys)
     with drafting() as llm, running(llm) as server:
         server.post("/v1/completions", **OK)
-    assert "requests" not in {json.loads(line)["logger"].rpartition(".")[2] for line in written().splitlines()}
+    lines = [json.loads(line) for line in written().splitlines()]
+    assert not any(line["logger"] == REQUESTS for line in lines)
+    assert [line["level"] for line in lines if line["logger"] == ACCESS] == ["warning"] * (os.name == "posix")
 
 
 def test_warnings_of_the_engine_and_the_first_lines_are_json_too() -> None:
@@ -226,6 +238,7 @@ def test_warnings_of_the_engine_and_the_first_lines_are_json_too() -> None:
         process.terminate()
         text += list(process.stderr)
     lines = [json.loads(line) for line in text]
+    assert lines[0]["message"] == f"loading {TARGET}"
     assert lines[-1]["message"] == "All requests are answered; the server exits."
     (started,) = (line for line in lines if "page" in line)
     assert started["level"] == "info"

@@ -91,7 +91,7 @@ def serve(model_options: ModelOptions, server: ServeOptions, replicas: ReplicaOp
 
         from forerun.commands.answering import build_llm, llm_arguments
         from forerun.serve.access import ApiKeys
-        from forerun.serve.records import LOG_FORMATS, log_start, log_to_stderr, require_otel
+        from forerun.serve.records import LOG_FORMATS, log_start, log_to_stderr, require_otel, start_log
         from forerun.serve.server import bound_socket
         from forerun.serve.server import serve as serve_until_stopped
         from forerun.serve.service import Service
@@ -108,6 +108,7 @@ def serve(model_options: ModelOptions, server: ServeOptions, replicas: ReplicaOp
     log_to_stderr(log_format, server.access_log)
     scheme, (host, port) = "http" if settings.tls_key is None else "https", sock.getsockname()[:2]
     with sock, ExitStack() as stack:
+        start_log.info("loading %s", model_options.model)
         if engines is None:
             llm = stack.enter_context(build_llm(model_options, Console(stderr=True), server.max_num_seqs, server.chunk))
             service = Service(llm, settings)

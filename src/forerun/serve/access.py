@@ -44,7 +44,7 @@ class ApiKeys:
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
-            problem = f"{path} cannot be read ({type(error).__name__})"
+            problem = f"{path} cannot be read ({getattr(error, 'strerror', None) or 'it is not UTF-8'})"
             raise InvalidRequest("api_keys", f"{problem}: {KEY_FORMAT}.") from error
         tenants: dict[bytes, str] = {}
         for number, line in enumerate(lines, start=1):

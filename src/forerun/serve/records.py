@@ -128,7 +128,7 @@ def log_to_stderr(form: LogFormat, access: bool) -> None:
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if form == "json" else text)
     for name in (ACCESS, REQUESTS):
-        logging.getLogger(name).disabled = not access
+        logging.getLogger(name).setLevel(logging.INFO if access else logging.WARNING)
     for name, level in LEVELS.items():
         logger = logging.getLogger(name)
         logger.setLevel(level)

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 from typer import Option
 
-from forerun.config import require_whole
+from forerun.config import require_url, require_whole
 from forerun.errors import InvalidRequest, MissingPackage
 from forerun.models.gguf.file import PART
 from forerun.serve.access import Hosts
@@ -89,6 +89,8 @@ class ServeSettings:
             raise InvalidRequest("request_s", f"{self.request_s} must be a number of seconds above 0.")
         if (self.tls_key is None) != (self.tls_cert is None):
             raise InvalidRequest("tls_key", "HTTPS needs both a key and a certificate: give both, or neither.")
+        if self.otlp_traces_endpoint:
+            require_url("otlp_traces_endpoint", self.otlp_traces_endpoint)
 
 
 def served_name(model: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from forerun.config import require_url
 from forerun.errors import InvalidRequest, MissingPackage
 from forerun.limits import shown
 
@@ -108,8 +109,7 @@ class TrafficClient:
         import httpx
 
         self.address, base, option = address, address.base, address.url_option
-        if not base.startswith(("http://", "https://")):
-            raise InvalidRequest(option, f"{shown(base)} is not a URL: begin it with http:// or https://.")
+        require_url(option, base)
         headers = {"Authorization": f"Bearer {address.api_key}"} if address.api_key else {}
         try:
             self.http = httpx.AsyncClient(
