@@ -21,11 +21,14 @@ from hypothesis.extra import numpy as arrays
 
 from forerun import LLM
 from forerun.errors import ForerunError, MissingWeights, ModelNotFound, TokenizerError, UnsupportedModel
+from forerun.fields import Fields
 from forerun.models import loading
+from forerun.models.config import config_of
+from forerun.models.gguf.config import ARCHITECTURES, config_json
 from forerun.models.gguf.file import GgufFile
 from forerun.models.gguf.folder import INDEX, choose_file, folder_files
 from forerun.models.gguf.formats import FORMATS, UNREADABLE
-from forerun.models.gguf.tensors import GgufTensor, read_location
+from forerun.models.gguf.tensors import ROPE_DIVISORS, GgufTensor, read_location
 from forerun.models.loading import Blueprint
 from forerun.models.source import find_checkpoint
 from kit.checkpoints import TARGET
@@ -119,6 +122,23 @@ def test_no_value_of_the_metadata_raises_raw(tmp_path: Path) -> None:
                 metadata = {name: value if name == key else known for name, known in file.metadata.items()}
                 changed = {name: each for name, each in metadata.items() if each is not ABSENT}
                 judged(lambda changed=changed, file=file: folder_files(replace(file, metadata=changed)))
+
+
+def test_more_heads_than_width_raise_nothing_raw(tmp_path: Path) -> None:
+    file = GgufFile.read(stories(tmp_path / "model.gguf"))
+    for name in ARCHITECTURES:
+        described = described_as(file, name, **{f"{name}.embedding_length": 4, f"{name}.rope.dimension_count": 2})
+        path = tmp_path / "config.json"
+        judged(lambda described=described, path=path: config_of(Fields(path, config_json(described))))
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("inf"), float("nan")])
+def test_divisors_of_frequencies_that_no_scaling_has_are_refused(tmp_path: Path, divisor: float) -> None:
+    file = GgufFile.read(stories(tmp_path / "model.gguf"))
+    place, stored = file.tensors["output_norm.weight"], tmp_path / "divisors"
+    stored.write_bytes(np.full(4, divisor, np.float32).tobytes())
+    tensors = {**file.tensors, ROPE_DIVISORS: replace(place, file=stored, offset=0, num_bytes=16, shape=(4,))}
+    assert "rope_freqs.weight" in str(judged(lambda: config_json(replace(file, tensors=tensors))))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "eagle3", "qwen2moe", "gpt-oss"])

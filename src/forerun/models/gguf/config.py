@@ -14,7 +14,7 @@ import numpy as np
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.models.families import FAMILIES
-from forerun.models.gguf.file import GgufFile
+from forerun.models.gguf.file import AGAIN, GgufFile
 from forerun.models.gguf.tensors import IDS, ROPE_DIVISORS, read_location
 
 ARCHITECTURES = {
@@ -91,7 +91,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["dtype"] = PLAIN.get("" if output is None else output.format, "bfloat16")
     config["query_pre_attn_scalar"] = query_scalar(file, config)
     if FAMILIES[name].rotary_share is not None:
-        width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+        width = (
+            config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) or 1
+        )  # 0 is refused later
         config["partial_rotary_factor"] = fields.whole("rope.dimension_count", width) / width
     scaling = rope_scaling(file, config)
     if scaling:
@@ -159,6 +161,8 @@ def llama3_scaling(file: GgufFile) -> dict[str, Any]:
     divisors are those of another scaling."""
     divisors = read_location(file.tensors[ROPE_DIVISORS]).double().flatten()
     factor = float(divisors.max())
+    if not 0 < factor < math.inf:
+        raise UnsupportedModel(f"{file.path}: the largest divisor in rope_freqs.weight is {factor:g}: {AGAIN}")
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     theta, original = file.model_fields.number("rope.freq_base", 10_000.0), LLAMA3["original_max_position_embeddings"]
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
