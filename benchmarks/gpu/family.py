@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import torch
 from benchmarks.gpu.setting import Setting, WeightFormat
 from benchmarks.peers.huggingface import load
 from benchmarks.peers.protocol import Mode, Setup
 
 from forerun import LLM, SamplingParams
+from forerun.config import Speculation
 from forerun.device import Captures
 from forerun.heads.widen import cached_widened_drafter
 from forerun.machine import wait_for
@@ -38,6 +40,15 @@ DRAFTS: Sequence[tuple[str | None, Depth]] = (
 PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push(self, ", "import os\nimport sys\n\ndef main(")
 BATCHES, TOKENS = (1, 8, 32), 128
 HEAD_DEPTH = 4
+TREE = Speculation(4, width=2, nodes=8)
+REQUESTS_AT_ONCE = 8
+PARAMETERS_OF: dict[str, dict[str, Any]] = {
+    "temperature": {},
+    "top-p": {"top_p": 0.9},
+    "top-k and min-p": {"top_k": 50, "min_p": 0.02},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2},
+    "log-probabilities": {"logprobs": 5},
+}
 MODES = ("plain", "model-4", "ngram-4")  # that are measured with the transformers library
 PARAMETERS = 1_000_000_000
 Result = TypeVar("Result")
@@ -79,22 +90,56 @@ def measure(setting: Setting, form: WeightFormat, drafts: Sequence[tuple[str | N
     target, num_tokens = target_of(setting), 4 if setting.dry else TOKENS
     plain: dict[tuple[float, int], list[tuple[int, ...]]] = {}
     for draft, depth in drafts:
-        llm = LLM(target, draft, device=setting.placement(form), dtype="float32" if setting.dry else "bfloat16",
-                  quantize=form.quantize, speculation=depth, max_model_len=512,
-                  max_num_seqs=2 if setting.dry else max(BATCHES))  # fmt: skip
+        llm = engine(setting, form, target, draft, depth)
         for temperature, batch in ((0.0, 2),) if setting.dry else itertools.product((0.0, 1.0), BATCHES):
             params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=num_tokens, ignore_eos=True)
                       for seed in range(batch)]  # fmt: skip
-            prompts = [PROMPTS[i % len(PROMPTS)] for i in range(batch)]
-            before = llm.stats.num_emitted, llm.stats.num_rounds
-            spent, results, captures = best_of_two(partial(llm.generate, prompts, params, use_tqdm=False), setting)
-            emitted, rounds = llm.stats.num_emitted - before[0], llm.stats.num_rounds - before[1]
-            answers = [tuple(c.token_ids) for r in results for c in r.outputs]
+            answers, figures = generated(setting, llm, params)
             same = sum(map(operator.eq, answers, plain.setdefault((temperature, batch), answers)))
             setting.add("family", engine="forerun", format=form.name, draft=named(draft), depth=depth,
-                        temperature=temperature, batch=batch, tokens_per_s=sum(map(len, answers)) / spent,
-                        tokens_per_round=emitted / rounds, captures=captures, same_as_plain=same)  # fmt: skip
+                        temperature=temperature, batch=batch, same_as_plain=same, **figures)  # fmt: skip
         del llm
+
+
+def requests(setting: Setting, form: WeightFormat) -> None:
+    """Measure sampling parameters at temperature 1, in plain rounds and with chains and trees of a draft model.
+
+    `reserved_mb` is the GPU memory that torch has reserved since the engine was made, mostly that of graphs.
+    """
+    batch, kinds = 2 if setting.dry else REQUESTS_AT_ONCE, list(PARAMETERS_OF.items())[: 2 if setting.dry else None]
+    for draft, shapes in ((None, (Speculation(0),)), ("model:stdlib-draft", (Speculation(4), TREE))):
+        llm = engine(setting, form, target_of(setting), draft, 4)
+        before = 0 if setting.dry else torch.cuda.memory_reserved(setting.device)
+        for (name, parameters), shape in itertools.product(kinds, shapes):
+            params = [SamplingParams(temperature=1, seed=seed, max_tokens=4 if setting.dry else TOKENS, ignore_eos=True,
+                                     **parameters) for seed in range(batch)]  # fmt: skip
+            _, figures = generated(setting, llm, params, speculation=shape)
+            reserved = 0 if setting.dry else torch.cuda.memory_reserved(setting.device) - before
+            setting.add("requests", format=form.name, draft=named(draft), width=shape.width, parameters=name,
+                        nodes=shape.nodes_within(shape.depth), batch=batch, reserved_mb=reserved / 1e6,
+                        **figures)  # fmt: skip
+        del llm
+
+
+def engine(setting: Setting, form: WeightFormat, target: str, draft: str | None, depth: Depth) -> LLM:
+    """An LLM with room for the largest batch of short texts."""
+    return LLM(target, draft, device=setting.placement(form), dtype="float32" if setting.dry else "bfloat16",
+               quantize=form.quantize, speculation=depth, max_model_len=512,
+               max_num_seqs=2 if setting.dry else max(BATCHES))  # fmt: skip
+
+
+def generated(
+    setting: Setting, llm: LLM, params: Sequence[SamplingParams], **options: Any
+) -> tuple[list[tuple[int, ...]], dict[str, float]]:
+    """The answers to as many prompts as there are `params`, and the figures of their generation."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    before = llm.stats.num_emitted, llm.stats.num_rounds
+    body = partial(llm.generate, prompts, params, use_tqdm=False, **options)
+    spent, results, captures = best_of_two(body, setting)
+    emitted, rounds = llm.stats.num_emitted - before[0], llm.stats.num_rounds - before[1]
+    answers = [tuple(c.token_ids) for r in results for c in r.outputs]
+    figures = {"tokens_per_s": sum(map(len, answers)) / spent, "tokens_per_round": emitted / rounds}
+    return answers, figures | {"captures": captures}
 
 
 def named(draft: str | None) -> str:

@@ -21,7 +21,7 @@ from forerun.models.backends.gpu.graphs import LEAST_ROWS
 from forerun.models.backends.gpu.ops import SPLIT, Ops, TorchOps, TritonOps, load_kernels, ops_for
 from forerun.models.backends.gpu.tiles import kernel_us
 from forerun.models.config import ModelConfig
-from forerun.models.layer import Attention, GatedMlp
+from forerun.models.layer import Attention, GatedMlp, Linear, Mlp, Router
 from forerun.models.rows import power_of_two
 
 ROWS = (1, 8, 16, 32, 64, 128)
@@ -29,6 +29,8 @@ ROW_WORK = (1, 16, 128, 2048)
 CONTEXTS, TINY_CONTEXTS = (512, 2048, 8192), (40,)
 COMPANY = ((1, 1), (1, 8), (8, 1), (8, 8))  # sequences, and the rows of each
 BLOCK_SIZE, SPARE_SLOTS = 64, 4
+EXPERTS, TINY_EXPERTS = (128, 8, 2048, 768), (4, 2, 64, 32)  # all, those of a row, hidden size, size of each
+EXPERT_ROWS, ROUTINGS = (1, 8, 32, 144, 2048), 8
 COLD_BYTES = 200 << 20  # of all copies: more than the cache of any card
 FEWEST_LAUNCHES, MOST_COPIES, RUNS, PROMPT_RUNS = 8, 32, 15, 5
 
@@ -133,6 +135,30 @@ def attend(setting: Setting, c: ModelConfig, kind: str, sequences: int, rows: in
     setting.add("attention", kind=kind, sequences=sequences, rows=rows, context=length,
                 us=kernel_us(ours, device, runs), torch_us=kernel_us(theirs, device, runs),
                 bytes=num_bytes, flops=4.0 * pairs * c.heads * c.head_dim)  # fmt: skip
+
+
+def experts(setting: Setting, form: WeightFormat) -> None:
+    """Measure the experts of a layer, from the router's logits to the sum, with a different routing in each launch."""
+    backend, ops, device = GpuBackend(setting.placement(form, products=True)), ops_of(setting), setting.device
+    drawn, (count, active, hidden, inner) = drawing(device), TINY_EXPERTS if setting.dry else EXPERTS
+
+    def linear(outputs: int, inputs: int) -> Linear:
+        return backend.linear(drawn(outputs, inputs) * 0.02, None, form.quantize)
+
+    layers = [GatedMlp(linear(2 * inner, hidden), linear(hidden, inner)) for _ in range(count)]
+    stacked = backend.stacked(layers, torch.bfloat16)
+    mlp = Mlp(None, None, Router(unread, count, active, True), stacked=stacked)
+    assert stacked.num_read is not None, "the backend counts the experts that are read"
+    for rows in EXPERT_ROWS[1:2] if setting.dry else EXPERT_ROWS:
+        positions = torch.zeros(rows, dtype=torch.int32, device=device)
+        bodies = [partial(ops.experts, drawn(rows, hidden), drawn(rows, count), positions, mlp, None)
+                  for _ in range(1 if setting.dry else ROUTINGS)]  # fmt: skip
+        before = int(stacked.num_read)
+        for body in bodies:
+            body()
+        num_read = (int(stacked.num_read) - before) / len(bodies)
+        setting.add("experts", format=form.name, rows=rows, num_read=num_read, us=kernel_us(bodies, device, RUNS),
+                    bytes=num_read * form.bits / 8 * 3 * inner * hidden + 4 * rows * hidden)  # fmt: skip
 
 
 def unread(x: Tensor) -> Tensor:

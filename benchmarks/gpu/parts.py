@@ -39,6 +39,9 @@ def all_parts() -> list[MeasuredPart]:
         MeasuredPart(CARD, CARD, 60, card),
         *(MeasuredPart(f"tests/{path.stem}", "tests", 240, partial(suite.run_file, path=path))
           for path in suite.test_files()),
+        *(MeasuredPart(f"experts/{form.name}", "kernels", 60, partial(kernels.experts, form=form)) for form in forms
+          if not form.one_gemm),
+        MeasuredPart("requests", "speed", 90, partial(family.requests, form=FORMATS["library"])),
         *(MeasuredPart(f"products/{form.name}", "kernels", 60, partial(kernels.products, form=form)) for form in forms),
         MeasuredPart("tiles", "kernels", 90, tiles.every_tile),
         MeasuredPart("attention", "kernels", 90, kernels.attention),

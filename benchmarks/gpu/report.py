@@ -20,10 +20,12 @@ Row = Mapping[str, Any]
 KEYS = {
     "card": (), "tests": ("test",), "products": ("format", "matrix", "rows"),
     "tiles": ("format", "matrix", "rows", "tile"),
+    "experts": ("format", "rows"),
     "attention": ("kind", "sequences", "rows", "context"), "row_work": ("kernel", "rows"),
     "profile": ("format", "kernel"), "steps": ("format", "tokens"), "texts": ("format", "length"),
     "gaps": ("format", "ahead"),
     "family": ("engine", "format", "draft", "depth", "temperature", "batch"),
+    "requests": ("format", "draft", "nodes", "width", "parameters", "batch"),
     "unseen": ("format", "mode", "batch", "depth"),
 }  # fmt: skip
 BEFORE = "## Simulated machines"  # the section of RESULTS.md before which a new one is inserted
@@ -60,7 +62,7 @@ def section(tables: Mapping[str, Sequence[Row]]) -> str:
     speed = card.get("bandwidth_gb_s") or float("nan")
     parts = [f"## {card.get('name', 'An unknown card')}, {card.get('date', '')}", facts(card)]
     parts += [tests(tables["tests"]), *kernels(tables, speed), *passes(tables, speed), family(tables["family"])]
-    parts.append(unseen(tables["unseen"]))
+    parts += [requests(tables["requests"]), unseen(tables["unseen"])]
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
@@ -100,6 +102,9 @@ def kernels(tables: Mapping[str, Sequence[Row]], speed: float) -> list[str]:
         headed("**Tiles**: the chosen and the fastest one (fields of `Tile` and `GroupTile` in `tiles.py`)", table(
             ("format", "matrix", "rows", "chosen, µs", "fastest, µs", "fastest tile", "their ratio", "same bits"),
             *fastest_tiles(tables["tiles"]))),
+        headed("**Experts** of one layer, from the router's logits to the sum", table(
+            ("format", "rows", "experts read", "time, µs", *limit), tables["experts"],
+            lambda r: (r["format"], r["rows"], f"{r['num_read']:.1f}", f"{r['us']:.1f}", *memory_limit(r)))),
         headed("**Attention** of one layer", table(
             ("kind", "sequences", "rows", "context", "time, µs", "torch's, µs", *limit, "TFLOP/s"),
             tables["attention"],
@@ -168,6 +173,22 @@ def family(rows: Sequence[Row]) -> str:
     names = ("engine", "format", "draft", "depth", "temperature", "batch", "tokens/s", "over plain", "tokens per round",
              "captures", "answers equal to plain's")  # fmt: skip
     return headed("**The bundled family**, its target widened to 1 B parameters", table(names, rows, cells))
+
+
+def requests(rows: Sequence[Row]) -> str:
+    """Tokens per second by sampling parameters, and the ratio over the temperature alone with the same drafts."""
+    usual = {(r["draft"], r["nodes"], r["width"]): r["tokens_per_s"] for r in rows if r["parameters"] == "temperature"}
+
+    def cells(r: Row) -> tuple[Any, ...]:
+        base = usual.get((r["draft"], r["nodes"], r["width"]))
+        ratio = f"×{r['tokens_per_s'] / base:.2f}" if base else ""
+        return (r["format"], r["draft"], r["nodes"], r["width"], r["parameters"], r["batch"],
+                f"{r['tokens_per_s']:.0f}", ratio, f"{r['tokens_per_round']:.2f}", r["captures"],
+                f"{r['reserved_mb']:.0f}")  # fmt: skip
+
+    names = ("format", "draft", "draft tokens", "width", "parameters", "batch", "tokens/s", "over temperature alone",
+             "tokens per round", "captures", "memory reserved since the start, MB")  # fmt: skip
+    return headed("**Sampling parameters and trees**, of the bundled family", table(names, rows, cells))
 
 
 def unseen(rows: Sequence[Row]) -> str:
