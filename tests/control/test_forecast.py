@@ -1,18 +1,24 @@
 """Forecasts against the true speed-up of simulated rounds, and what the controller logs about drafting."""
 
 import logging
+import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from control.worlds import World, calibrated, share_of_best, simulate
 from forerun.accept.outcome import Outcome, RowOutcome
+from forerun.config import AUTO_DEPTH
 from forerun.control.choices import FAVOR
-from forerun.control.forecast import Forecast, bounding, forecast, forecast_line, gain
+from forerun.control.costs import CostTable, Kind
+from forerun.control.drafters import MeasuredDrafter, MeasuredDrafters
+from forerun.control.forecast import SURE, Forecast, bounding, forecast, forecast_line, gain, without_advice
 from forerun.control.measured import MeasuredDepth
 from forerun.control.trials import FEW, HOLD, TEXTS, WINDOW, Advice
-from forerun.draft.base import Budget
-from forerun.economy import Acceptance, likeness
+from forerun.draft.base import MERGED, Budget
+from forerun.economy import WEIGHT, Acceptance, likeness
 from forerun.models.experts_config import expected_distinct
 
 WORLDS = {
@@ -45,22 +51,78 @@ def test_the_forecast_is_within_10_percent_of_the_true_speed_up(name: str, batch
     assert (median.depth > 0) == (median.gain >= 1 + FAVOR)
 
 
-def test_there_is_no_forecast_without_measurements() -> None:
+@pytest.mark.parametrize("drafter", [0, 1, 2])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize(("batch", "covered"), [(1, 1.0), (1, 0.25), (8, 1.0), (8, 0.25), (8, 0.1)])
+def test_gains_are_those_of_rounds_in_which_the_covered_share_of_rows_is_drafted(
+    batch: int, covered: float, depth: int, drafter: int
+) -> None:
+    """With exact costs. If less than one row is covered, one row is drafted in this share of the rounds."""
+    world = World([0.8, 0.6], [0.002, 0.01], lambda n: 0.1 + 0.004 * n, 0.85, noise=0.0, unmerged_pass_s=lambda n: 0.1)
+    controller = calibrated(world, batch)
+    for record in controller.drafters.all:
+        record.covered = covered
+    num_drafted, share = max(1, round(covered * batch)), min(1.0, covered * batch)
+    drafted, plain = [Budget(depth, 1, depth, drafter)] * num_drafted, [Budget(0)]
+    rounds = (share, [*drafted, *plain * (batch - num_drafted)]), (1 - share, plain * batch)
+    tokens = sum(part * sum(map(world.tokens, budgets)) for part, budgets in rounds)
+    seconds = [(part, *world.round_s(budgets)) for part, budgets in rounds]
+    speed = tokens / sum(part * (pass_s + sum(draft_s)) for part, pass_s, draft_s in seconds)
+    rates = [world.rate(drafter)] * depth + [1.0]
+    expected = gain(controller.costs, controller.drafters, drafter, depth, rates, batch, 0)
+    assert expected == pytest.approx(speed / world.speed(plain * batch))
+
+
+def test_there_is_no_forecast_without_measured_costs_or_verified_draft_tokens() -> None:
     controller = MeasuredDepth()
-    assert forecast(controller.costs, controller.drafters, 1) is None
     assert controller.plain_s(1) is None
+    costs, drafters = CostTable(), MeasuredDrafters([MeasuredDrafter()], [""])
+    assert forecast(costs, drafters, 1) is None
+    costs.record(Kind.of(1), 1, 0.1)
+    assert forecast(costs, MeasuredDrafters(), 1) is None
+    assert forecast(costs, drafters, 1) is None
+    drafters.all[0].acceptance.count([(1, 1)])
+    assert forecast(CostTable(), drafters, 1) is None
+    alone = forecast(costs, drafters, 1)
+    assert alone is not None
+    assert alone.num_drafted == 1
+    drafters.all[0].acceptance = Acceptance()
+    drafters.all[0].acceptance.count([(4, 4)] * 10)
+    several = forecast(costs, drafters, 1)
+    assert several is not None
+    assert several.num_drafted == 40
 
 
-def test_a_drafter_that_covers_a_tenth_of_rows_gains_a_tenth() -> None:
-    """`covered` is the share of rows for which a drafter has draft tokens; drafting is free here."""
+def test_forecasts_are_of_passes_whose_sizes_were_measured() -> None:
+    """A quarter of eight rows is drafted. Draft tokens are free, so of all depths the deepest would be the fastest."""
+    costs = CostTable()
+    drafters = MeasuredDrafters([MeasuredDrafter(covered=0.25) for _ in range(3)], ["a", "b", MERGED])
+    for record, accepted in zip(drafters.all, (10, 12, 16), strict=True):
+        record.acceptance.count([(16, accepted)] * 50)
+    for kind, num_tokens, best in (
+        (Kind.of(8), 8, (MERGED, AUTO_DEPTH)),  # no pass with draft tokens
+        (Kind.of(8, 0, merged=True), 8 + 2 * 1, (MERGED, 1)),
+        (Kind.of(8), 8 + 2 * 3, ("b", 3)),
+        (Kind.of(8, 0, merged=True), 8 + 2 * 5, (MERGED, 5)),
+    ):
+        costs.record(kind, num_tokens, 0.1)
+        found = forecast(costs, drafters, 8)
+        assert found is not None
+        assert (found.drafter, found.depth) == best
+
+
+@pytest.mark.parametrize("covered", [1.0, 0.1, 0.004, 0.0015])
+def test_what_a_drafter_gains_is_in_proportion_to_the_share_of_rows_that_it_covers(covered: float) -> None:
+    """Drafting is free here. Below a gain of FAVOR the forecast is plain decoding."""
     world = World([0.9], [0.0])
     controller = calibrated(world, 1)
     full = forecast(controller.costs, controller.drafters, 1)
-    controller.drafters.all[0].covered = 0.1
-    tenth = forecast(controller.costs, controller.drafters, 1)
+    controller.drafters.all[0].covered = covered
+    part = forecast(controller.costs, controller.drafters, 1)
     assert full is not None
-    assert tenth is not None
-    assert tenth.gain - 1 == pytest.approx(0.1 * (full.gain - 1), rel=0.05)
+    assert part is not None
+    assert part.gain - 1 == pytest.approx(covered * (full.gain - 1), rel=0.05)
+    assert (part.depth > 0) == (part.gain >= 1 + FAVOR) == (covered > 0.003)
 
 
 @pytest.mark.parametrize(("count", "active"), [(8, 2), (128, 8)])
@@ -92,7 +154,9 @@ def test_forecasts_are_logged_in_one_line_with_their_number_of_draft_tokens() ->
     useless = f"drafting is not expected to save time {basis}: ×0.97 at batch 1 at best"
     assert forecast_line([Forecast(1, "b", 0, 0.97, 0.95, 1.0, 300), plain]) == useless
     assert "(estimated from 1 draft token on" in forecast_line([Forecast(1, "", 5, 1.912, 1.8, 2.0, 1)])
+    assert "(estimated from 9 draft tokens on" in forecast_line([pays, Forecast(8, "", 5, 1.9, 1.8, 2.0, 9), plain])
     assert str(Forecast(1, "", 8, 2.67, 1.02, 3.4, 9)) == "×1.02 to ×3.40 at batch 1 (depth 8)"
+    assert str(Forecast(8, "b", 8, 2.67, 2.6, 2.7, 900)) == "×2.67 at batch 8 (b, depth 8)"
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -116,6 +180,31 @@ def test_forecast_bounds_contain_the_true_speed_up_and_narrow_with_more_draft_to
         num_within += least <= 1.06 * true_gain and true_gain <= 1.06 * most
         assert most / least < (6.0 if num < 40 else 2.0 if num < 400 else 1.3)
     assert num_within >= 34
+
+
+@given(st.lists(st.tuples(st.integers(1, 16), st.integers(0, 16)), min_size=1, max_size=40))
+def test_forecast_bounds_are_where_the_measured_rate_is_two_standard_errors_away(runs: list[tuple[int, int]]) -> None:
+    """All depths have the same distance to their rates, unless a rate would be below 0 or above 1."""
+    counts = Acceptance()
+    for num_drafted, num_accepted in runs:
+        counts.count([(num_drafted, min(num_drafted, num_accepted))])
+    share, num = counts.overall(), sum(counts.offered) / counts.unit + WEIGHT
+    lower, upper = bounding(counts)
+    for rates, sign in ((lower, -1), (upper, 1)):
+        inside = [(bound, rate) for bound, rate in zip(rates, counts.rates(), strict=True) if 0 < bound < 1]
+        assert all(bound == 0 if sign < 0 else bound == 1 for bound in rates if not 0 < bound < 1)
+        for bound, rate in inside:
+            true = share + bound - rate
+            assert sign * (bound - rate) == pytest.approx(SURE * math.sqrt(true * (1 - true) / num))
+
+
+def test_no_advice_is_logged_during_measurements(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("forerun.control.measured")
+    for _ in range(2):
+        with without_advice():
+            log.warning("during")
+        log.warning("after")
+    assert [record.getMessage() for record in caplog.records] == ["after"] * 2
 
 
 def test_pausing_and_resuming_of_drafting_are_each_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -220,7 +220,7 @@ class MeasuredDrafter:
 
     def cost_s(self, depth: float | int, num_rows: int, num_unread: float | int = 0) -> float:
         """Expected seconds of drafting `num_rows` rows and of reading `num_unread` tokens in all."""
-        return self.costs.expect(Kind(num_rows.bit_length(), 0, False), depth) + self.reading_s * num_unread
+        return self.costs.expect(Kind.of(num_rows), depth) + self.reading_s * num_unread
 
 
 @dataclass(slots=True)

@@ -88,13 +88,11 @@ def gain(
     members = drafters.all[:-1] if merged else [chosen]
     tokens: float = 1 + chosen.covered * sum(accumulate(rates[:depth], mul))
     rows, made = max(1, round(chosen.covered * batch)), [0.0, *chosen.cut_off.num_made(depth)]
+    share = min(1.0, chosen.covered * batch)  # of rounds in which something is drafted
     plain_s = costs.expect(Kind.of(batch, num_context), batch)
     pass_s = max(plain_s, costs.expect(Kind.of(batch, num_context, merged), batch + rows * made[-1]))
-    if chosen.covered * batch < 1:  # in most rounds nothing is drafted
-        pass_s = chosen.covered * pass_s + (1 - chosen.covered) * plain_s
-    steps = 1 + made[-2]
-    draft_s = min(1.0, chosen.covered * batch) * sum(member.cost_s(steps, rows) for member in members)
-    return tokens * plain_s / (pass_s + draft_s)
+    draft_s = sum(member.cost_s(1 + made[-2], rows) for member in members)
+    return tokens * plain_s / (share * (pass_s + draft_s) + (1 - share) * plain_s)
 
 
 def measured(
