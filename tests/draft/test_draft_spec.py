@@ -203,8 +203,7 @@ def test_a_mix_plans_for_all_of_its_members() -> None:
 
 def test_a_draft_model_with_other_ids_is_translated(tmp_path: Path) -> None:
     """A tokenizer in which two names are swapped; everything else is the target's."""
-    for file in SMALL.iterdir():
-        shutil.copy(file, tmp_path)
+    shutil.copytree(SMALL, tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     first, second = (token for token, token_id in vocab.items() if token_id in (300, 301))

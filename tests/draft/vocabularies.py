@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from forerun.text.tokenizer import Tokenizer
+from kit.checkpoints import rewritten
 
 SPECIAL = ["<s>", "</s>"]
 PROSE = [
@@ -117,10 +118,7 @@ def byte_level_copy(source: Path, folder: Path, dropped: Collection[str] = ()) -
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            tensors[name] = tensor[[rows[surface] for surface in surfaces]].contiguous()
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+            tensors[name] = tensor[[rows[surface] for surface in surfaces]]
     ids = {"bos_token_id": vocab["<s>"], "eos_token_id": vocab["</s>"]}
-    (folder / "config.json").write_text(json.dumps(config | ids | {"vocab_size": len(vocab)}))
     (folder / "generation_config.json").write_text(json.dumps(ids))
-    return folder
+    return rewritten(folder, tensors, ids | {"vocab_size": len(vocab)})

@@ -1,6 +1,5 @@
 """What an engine requests from the memory plan: cache for draft tokens, tables for the context; and its warnings."""
 
-import json
 import logging
 import shutil
 from dataclasses import replace
@@ -31,7 +30,7 @@ from forerun.shape import StaticTree
 from forerun.tree import DraftTree
 from forerun.verify.verify import follow_packed
 from kit.card import CARD, PLACEMENT, Held, imagined
-from kit.checkpoints import SMALL, TARGET
+from kit.checkpoints import SMALL, TARGET, rewritten
 from kit.rows import RandomMasks
 
 SPECULATIONS = st.one_of(
@@ -108,9 +107,7 @@ def long_context(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of ten million positions, whose tables alone would take 640 MB."""
     folder = tmp_path_factory.mktemp("far") / "model"
     shutil.copytree(TARGET, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**7}))
-    return folder
+    return rewritten(folder, {}, {"max_position_embeddings": 10**7})
 
 
 def test_rotary_tables_are_as_long_as_the_context(long_context: Path) -> None:

@@ -1,6 +1,5 @@
 """Early exit compared with a checkpoint cut off at the exit, with plain decoding, and with texts read at once."""
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from typing_extensions import override
 
 from draft.rounds import DrafterWithTarget, Row, committed, draws_of
@@ -34,7 +33,7 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.params import SamplingParams
 from forerun.tree import DraftTree
 from heads.adapters import FORMATS, SHAPES, Benches, assert_same_drafts, plain, some_texts
-from kit.checkpoints import TARGET
+from kit.checkpoints import TARGET, read_json, written
 from kit.compiled import require_compiler
 from kit.texts import VOCAB, random_text
 from law.fuzz import Bench, number_format, run, run_checked
@@ -46,16 +45,13 @@ def edited(source: Path, folder: Path, layers: int, quiet: int = LAYERS) -> Path
     """A checkpoint of the first layers with norm and head; layers from `quiet` on add little to their input."""
     folder.mkdir()
     copy(source / "tokenizer.json", folder)
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     tensors = load_file(source / "model.safetensors")
     for i in range(layers, LAYERS):
         tensors = {name: t for name, t in tensors.items() if not name.startswith(f"model.layers.{i}.")}
     for i in range(quiet, layers):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             tensors[f"model.layers.{i}.{name}.weight"] *= 0.5
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    return written(folder, read_json(source / "config.json") | {"num_hidden_layers": layers}, tensors)
 
 
 @pytest.fixture(scope="module")

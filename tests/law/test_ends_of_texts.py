@@ -5,7 +5,6 @@ An oracle that drafts the right answer, and tokens past its end, chooses the pos
 prompt of several tokens the first round emits one token, and every later round DEPTH accepted tokens and a bonus token.
 """
 
-import json
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
 
@@ -28,7 +27,7 @@ from forerun.llm import LLM
 from forerun.output import RequestOutput
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.tables import RowSampling
-from kit.checkpoints import SMALL, TARGET
+from kit.checkpoints import EMBEDDING, SMALL, TARGET, rewritten
 from kit.engines import plain
 from kit.oracles import Oracle, exact_parts, never
 
@@ -255,15 +254,10 @@ def padded(source: Path, folder: Path) -> Path:
     The tied rows are long vectors along each axis and against it: one of them agrees with any state.
     """
     shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
-    table = tensors["model.embed_tokens.weight"]
-    assert len(table) == config["vocab_size"] == CONTEXT
+    table = load_file(folder / "model.safetensors")[EMBEDDING]
+    assert len(table) == CONTEXT
     half = torch.eye(table.shape[1])[: NUM_PADS // 2] * 100
-    tensors["model.embed_tokens.weight"] = torch.cat([table, half, -half])
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(table) + NUM_PADS}))
-    return folder
+    return rewritten(folder, {EMBEDDING: torch.cat([table, half, -half])}, {"vocab_size": CONTEXT + NUM_PADS})
 
 
 def to_zeros(tokens: Sequence[int], logits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from forerun.models.config import ModelConfig, read_config
 from forerun.models.experts_config import Clamp
 from forerun.models.loading import Blueprint
 from forerun.models.rope_config import RopeConfig
-from kit.checkpoints import written
+from kit.checkpoints import read_json, written
 from kit.compiled import require_compiler
 from kit.reading import logits_in_pieces
 
@@ -230,7 +230,7 @@ def write_internlm2(model: PreTrainedModel, folder: Path) -> None:
         stored[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(parts, 1).flatten(0, 1)
     for ours, theirs in INTERNLM2.items():
         stored = {name.replace(ours, theirs): tensor for name, tensor in stored.items()}
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = read_json(folder / "config.json")
     raw |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": raw["attention_bias"]}
     (folder / "model.safetensors.index.json").unlink()
     written(folder, raw, stored)
@@ -248,8 +248,7 @@ def build(case: Case, folder: Path) -> PreTrainedModel:
     if case.family == "internlm2":
         write_internlm2(model, folder)
     if case.family == "internlm3":  # whose class is Llama's, by another name in its publisher's files
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        raw["architectures"] = ["InternLM3ForCausalLM"]
+        raw = read_json(folder / "config.json") | {"architectures": ["InternLM3ForCausalLM"]}
         (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     return model
 

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import copytree
 from types import SimpleNamespace
 
 import pytest
@@ -134,10 +135,7 @@ def files_of(folder: Path) -> set[str]:
 
 
 def test_files_next_to_the_weights_are_copied(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in TARGET.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = copytree(TARGET, tmp_path / "source")
     extra = {
         "chat_template.jinja": "{{ messages }}",
         "additional_chat_templates/tool_use.jinja": "{{ tools }}",
