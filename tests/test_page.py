@@ -110,6 +110,8 @@ def test_examples_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["gnerate"], "No such command 'gnerate'. Did you mean 'generate'?"),
         (["generate", "--temprature", "1"], "No such option: --temprature. Did you mean --temperature?"),
         (["generate", "--temp", "1"], "No such option: --temp. Did you mean --temperature?"),
+        (["serve", "--ctx-size", "8"], "No such option: --ctx-size. Did you mean --max-model-len?"),
+        (["generate", "--predict", "8"], "No such option: --predict. Did you mean --max-tokens?"),
         (["generate", "x"], "Missing option '--model' / '-m'; forerun generate -h lists all options"),
         (["generate", "-m", "x", "--depth", "-1"], "Invalid value for '--depth'"),
         (["serve", "-m", "x", "--port", "99999"], "'--port': '99999' should be less than or equal to 65535; forerun"),

@@ -33,6 +33,7 @@ from forerun.commands.trace import trace
 from forerun.commands.train import train
 from forerun.commands.tune import tune
 from forerun.commands.widen import widen
+from forerun.did_you_mean import SYNONYMS
 from forerun.streams import MISTAKE, end_at_faults, guard_streams, show_error, show_warnings
 
 NAME = "forerun"
@@ -128,13 +129,16 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # the base class of usage errors
 def usage_line(error: Any) -> str:
     """A usage error on one line: the mistake, similar names, and the command that lists the options.
 
-    Of an unknown option, the options that begin like it are the similar ones, or else those that typer names.
+    Of an unknown option, these are the options that begin like it, or else those to which the name in another program
+    corresponds, or else those that typer names.
     """
-    longer: list[str] = []
+    longer, synonyms = list[str](), list[str]()
     if (beginning := getattr(error, "option_name", None)) and error.ctx is not None:
         spellings = [spelling for param in error.ctx.command.params for spelling in param.opts]
         longer = [spelling for spelling in spellings if spelling.startswith(beginning)]
-    meant = sorted(longer or getattr(error, "possibilities", None) or ())
+        names = SYNONYMS.get(beginning.removeprefix("--").replace("-", "_"), ())
+        synonyms = [option for name in names if (option := f"--{name.replace('_', '-')}") in spellings]
+    meant = sorted(longer or synonyms or getattr(error, "possibilities", None) or ())
     message: str = error.message if meant else error.format_message()
     message = message.replace("Value error, ", "").rstrip(".")
     if hasattr(error.__cause__, "errors"):  # pydantic's, whose text lacks the value
