@@ -10,7 +10,7 @@ from control.test_measured import used_drafters
 from control.worlds import AUTO_SPECULATION, estimates
 from forerun.accept.outcome import Outcome, RowOutcome
 from forerun.config import AUTO_DEPTH, Speculation
-from forerun.control.choices import Drafts, Planned, best_of, fallbacks, favor
+from forerun.control.choices import Drafts
 from forerun.control.costs import SHARE, CostTable, Kind
 from forerun.control.drafters import (
     BEHIND,
@@ -25,7 +25,7 @@ from forerun.control.drafters import (
     MeasuredDrafters,
 )
 from forerun.control.trials import LONGEST, RETRY, TRIES, RetryTimer
-from forerun.draft.base import MERGED, NO_DRAFT, Budget, Outlook
+from forerun.draft.base import MERGED, Budget, Outlook
 from forerun.economy import OUTLIER
 
 
@@ -237,57 +237,6 @@ def test_after_a_calibration_its_counts_weigh_little(predicted: float, accepted:
     assert max(learned.predicted, learned.accepted) == min(OLD_WEIGHT, max(predicted, accepted))
     assert learned.accepted / learned.predicted == pytest.approx(accepted / predicted)
     assert (learned.by_row, learned.retry) == ({}, used_drafters([""]).all[0].retry)
-
-
-def test_the_best_option_needs_only_members_that_draft_unless_the_depth_is_fixed() -> None:
-    free = {
-        0: DraftOption(Budget(2), frozenset([0]), [0.4], [], {}, True),
-        1: DraftOption(Budget(2), frozenset([1]), [0.5], [], {}, True),
-        2: DraftOption(Budget(2), frozenset([0, 1]), [0.6], [], {}, True),
-    }
-    fixed = {drafter: dataclasses.replace(each, free=False) for drafter, each in free.items()}
-    for among, expected, forced in ((set[int](), None, 2), ({0}, 0, 0), ({1}, 1, 1), ({0, 1}, 2, 2), ({5}, None, 2)):
-        assert best_of(free, among) is (None if expected is None else free[expected])
-        assert best_of(fixed, among) is fixed[forced]
-
-
-def test_only_a_merged_tree_falls_back_to_another_budget_that_of_its_best_member() -> None:
-    options = {
-        0: DraftOption(Budget(2), frozenset([0]), [0.9, 0.8], [], {}, True),
-        1: DraftOption(Budget(9, drafter=1), frozenset([1]), [0.5], [], {}, True),
-        2: DraftOption(Budget(9, 2, 18, 2), frozenset([0, 1]), [0.9], [], {}, True),
-    }
-    assert fallbacks(None, options) == [NO_DRAFT]
-    assert fallbacks(Assignment(options[1], 4), options) == [Budget(4, drafter=1)]
-    assert fallbacks(Assignment(options[2], 4), options) == [Budget(4, 2, 8, 2), Budget(2)]
-    assert fallbacks(Assignment(options[2], 1), options) == [Budget(1, 2, 2, 2), Budget(1)]
-
-
-def test_a_plan_is_under_way_if_something_is_drafted_and_no_drafter_is_behind() -> None:
-    """Plain decoding is valued above its speed by the noise of round times, which a lone row's is not."""
-    for unread, under_way in ((BEHIND, True), (BEHIND + 1, False)):
-        behind = dataclasses.replace(option(Budget(2)), num_unread={0: 0, 1: unread})
-        drafted, plain = Planned([None, Assignment(behind, 1)], 8.0), Planned([None, None], 8.0)
-        assert drafted.under_way == under_way
-        assert not plain.under_way
-        assert (drafted.value(0.3), plain.value(0.3)) == (8.0, pytest.approx(8.0 * 1.3))
-    assert Planned([None], 8.0).value(0.3) == 8.0 * (1 + favor(1, 0.0))
-    assert favor(2, 0.0) == favor(1, 0.0) > 0
-
-
-def test_tokens_of_a_pass_are_the_nodes_of_trees_and_the_expected_ones_of_chains_that_end_early() -> None:
-    """A member takes as many steps as its row with the most."""
-    tree, cut = option(Budget(4, 3, 10)), option(Budget(4), (0.9, 1.7, 2.4, 3.0))
-    drafts = Drafts(used_drafters([""]), CostTable().of_rows(Kind.of(2)), [100, 100], [0, 0], 2, 2.0)
-    for row, each, depth, num_tokens, steps in (
-        (0, cut, 2, 2 + 1.7, 1.9),
-        (0, cut, 3, 2 + 2.4, 2.7),
-        (1, tree, 2, 2 + 2.4 + 5, 2.7),
-        (1, tree, 4, 2 + 2.4 + 10, 4),
-    ):
-        drafts.deepen(row, each, depth, 0.1)
-        assert (drafts.num_tokens, drafts.steps[0]) == (pytest.approx(num_tokens), pytest.approx(steps))
-    assert drafts.num_rows == {0: 2}
 
 
 def test_the_time_of_a_draft_token_is_that_of_its_step_and_of_the_slope_of_passes() -> None:

@@ -27,12 +27,27 @@ def test_a_conversation_stays_where_its_beginning_was_read_and_new_ones_take_tur
             assert home(table, Route.of(tenant, (*BEGINNING, *range(100 * turn))), IDLE) == name
 
 
+@pytest.mark.parametrize("tenant", ["x", "y"])
+@pytest.mark.parametrize("num_more", [0, 31, 40])
+@pytest.mark.parametrize("num_common", [0, 30, 31, 32, 63, 64, 95])
+def test_keys_are_equal_as_far_as_whole_steps_of_texts_of_a_tenant_are(
+    num_common: int, num_more: int, tenant: str
+) -> None:
+    first, second = ([*range(num_common), token, *range(num_more)] for token in (1000, 2000))
+    one, other = Route.of("x", first).keys, Route.of(tenant, second).keys
+    assert len(one) == len(other) == len(first) // KEY_TOKENS
+    num_shared = num_common // KEY_TOKENS if tenant == "x" else 0
+    assert one[:num_shared] == other[:num_shared]
+    assert not set(one[num_shared:]) & set(other[num_shared:])
+
+
 def test_the_longest_known_beginning_counts() -> None:
     table = RouteTable(16)
     table.record(Route.of("", BEGINNING[:KEY_TOKENS]), "b")
     table.record(Route.of("", (*BEGINNING[:KEY_TOKENS], *[7] * KEY_TOKENS)), "c")
     assert home(table, Route.of("", (*BEGINNING[:KEY_TOKENS], *[7] * KEY_TOKENS, 1, 2)), IDLE) == "c"
     table.record(Route.of("", BEGINNING), "b")
+    table.record(Route.of("", BEGINNING[:KEY_TOKENS]), "a")
     assert home(table, Route.of("", (*BEGINNING, 1)), IDLE) == "b"
 
 
@@ -48,6 +63,11 @@ def test_a_beginning_leaves_a_replica_that_has_half_a_batch_more_to_do() -> None
     assert home(table, route, {"a": 4, "b": 0}) == "a"
     assert home(table, route, {"a": 5, "b": 0}) == "b"
     assert home(table, route, {"a": 0, "b": 4}) == "b"  # which has read it now
+    assert home(table, route, {"a": 9, "b": 13}) == "b"  # what both have to do is no difference
+    table = RouteTable(1)
+    assert home(table, route, {"a": 0, "b": 1}) == "a"
+    assert home(table, route, {"a": 1, "b": 0}) == "a"
+    assert home(table, route, {"a": 2, "b": 0}) == "b"
 
 
 def test_a_session_stays_whatever_is_to_do_until_its_replica_is_gone() -> None:

@@ -54,13 +54,13 @@ class RouteTable:
         replica by half a batch; the latter then becomes its home.
         """
         by_load = sorted(loads, key=lambda name: (loads[name], self.last_turn.get(name, 0)))
-        home = self.homes.get(route.session) if route.session is not None else None
+        home = self.homes.get(route.session)
         if home not in loads:
             known = (self.homes.get(key) for key in reversed(route.keys))
             home = next((name for name in known if name in loads), None)
             if home is not None and loads[home] - loads[by_load[0]] > max(1, self.places // 2):
                 home = None
-        return by_load if home is None else sorted(by_load, key=lambda name: name != home)
+        return sorted(by_load, key=lambda name: name != home)
 
     def record(self, route: Route, replica: str) -> None:
         """Record that a replica received a request."""
