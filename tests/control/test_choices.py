@@ -10,7 +10,7 @@ from control.test_drafters import option
 from control.test_measured import used_drafters
 from control.worlds import AMPLE, AUTO_SPECULATION
 from forerun.config import AUTO_DEPTH
-from forerun.control.choices import ChoiceSearch, DepthRule, Drafts, Planned, best_of, fallbacks, favor
+from forerun.control.choices import ChoiceSearch, DepthRule, Drafts, Planned, best_of, fallbacks, favor, tokens_of
 from forerun.control.controller import Load
 from forerun.control.costs import CostTable, Kind
 from forerun.control.drafters import BEHIND, Assignment, DraftOption
@@ -44,6 +44,7 @@ def test_no_share_of_the_likeliest_draft_tokens_is_faster_than_the_plan(
     search, chosen = search_of(num_rows, token_s, step_s), rows_of([dice.uniform(0.3, 1.0) for _ in range(num_rows)])
     planned = search.deepest(chosen)
     assert planned.tokens_per_s == pytest.approx(search.drafts_of(planned.choice).tokens_per_s())
+    assert tokens_of(planned.choice) == pytest.approx(search.drafts_of(planned.choice).gain)
     tokens = sorted(
         (-chance, depth, row) for row in range(num_rows) for depth, chance in enumerate(chosen[row].survival)
     )

@@ -71,6 +71,8 @@ def test_gauges_of_several_engines_are_a_mean_and_no_sum() -> None:
     earlier = SpeculationCounts(num_rounds=20.0, accept_length=2.0, depth=3.0)
     assert counts_of(text, "sglang:").since(earlier) == replace(earlier, num_rounds=40.0, accept_length=2.5)
     assert counts_of("sglang:spec_accept_length 0\n", "sglang:").accept_length == 0
+    low = 'sglang:spec_accept_length{dp_rank="0"} 1\nsglang:spec_accept_length{dp_rank="1"} 3\n'
+    assert counts_of(low, "sglang:").accept_length == 2
 
 
 def test_vllms_engines_are_added_up_and_dates_are_no_counts() -> None:
@@ -119,8 +121,18 @@ def test_missing_counters_give_no_acceptance() -> None:
     for text in ("<html>", "\n {,\t=N{ Y", '<div class="a" style={b}>', *(f"{PER_POSITION}{each} 1" for each in ODD)):
         assert not counts_of(text, "vllm:").known
     assert not counts_of(VLLM, UNKNOWN.prefix).known
+    for prefix in ("vllm:", UNKNOWN.prefix):
+        assert not counts_of("spec_decode_num_drafts_total 3\n", prefix).known
     assert acceptance_of(SpeculationCounts(), 100) is None
     assert acceptance_of(SpeculationCounts(5.0, 9.0, 3.0), 0) is None
+    for undetermined in (
+        SpeculationCounts(0.0, 0.0, 0.0),  # nothing was drafted, so whether each token took a round is unknown
+        SpeculationCounts(num_drafted=100.0, num_accepted=100.0),  # more accepted tokens than rounds could have emitted
+        SpeculationCounts(num_rounds=0.0),
+        SpeculationCounts(num_rounds=-1.0),
+        SpeculationCounts(num_drafts=4.0),
+    ):
+        assert acceptance_of(undetermined, 100) is None
     assert not counts_of_answers([]).known
 
 
@@ -165,6 +177,45 @@ def test_rounds_without_drafts_have_a_token_each_and_the_others_share_the_accept
     assert sum(half.reached or ()) == pytest.approx(60 / 50)
     assert replace(half, reached=(0.5, 0.6, 0.0)).at_depth == [0.5, 1.0, 0.0]  # read while a round was counted
     assert replace(half, reached=(0.5, 0.0, 0.0)).full_depth == 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        (SpeculationCounts(1.0, 3.0, 2.0), (3.0, 1.0, 3.0)),
+        (SpeculationCounts(num_accepted=2.0), (3.0, None, None)),
+        (SpeculationCounts(num_drafts=1.0, num_accepted=2.0, depth=4.0), (3.0, 1.0, 4.0)),
+        (SpeculationCounts(num_drafts=3.0, num_rounds=2.0), (1.5, 1.0, None)),
+        (SpeculationCounts(num_drafts=1.0, num_rounds=2.0), (1.5, 0.5, None)),
+        (SpeculationCounts(num_drafts=0.0, num_rounds=3.0, depth=4.0, accepted_at_depth=(0.0,)), (1.0, 0.0, 4.0)),
+        (SpeculationCounts(num_rounds=2.0), (1.5, None, None)),
+        (SpeculationCounts(num_rounds=2.0, depth=4.0), (1.5, 1.0, 4.0)),
+    ],
+)
+def test_what_a_server_does_not_report_is_unknown(
+    counts: SpeculationCounts, expected: tuple[float, float | None, float | None]
+) -> None:
+    """Of three tokens. The gauge of the accepted length is used only if nothing else tells the number of rounds."""
+    acceptance = acceptance_of(counts, 3)
+    assert acceptance is not None
+    assert (acceptance.tokens_per_round, acceptance.covered, acceptance.depth) == expected
+    assert acceptance_of(replace(counts, accept_length=9.0), 3) == acceptance
+    assert (acceptance.reached is None) == (not acceptance.depth or not acceptance.covered)
+    assert counts.since(SpeculationCounts()) == counts
+
+
+def test_full_drafts_are_as_long_as_the_mean_or_the_longest_accepted_one() -> None:
+    acceptance = acceptance_of(SpeculationCounts(num_rounds=2.0), 3)
+    assert acceptance is not None
+    assert (acceptance.full_depth, acceptance.at_depth) == (None, [])
+    for reached, depth, full in (
+        ((0.5, 0.3, 0.2, 0.01), 2.2, 4),
+        ((0.5, 0.3, 0.0, 0.0), None, 2),
+        ((0.5, 0.3), 2.6, 3),
+        (None, 2.6, 3),
+    ):
+        assert replace(acceptance, reached=reached, depth=depth).full_depth == full
+    assert replace(acceptance, reached=(0.5, 0.0, 0.0)).at_depth == [0.5, 0.0, 0.0]
 
 
 def test_an_even_chain_has_the_tokens_that_were_counted() -> None:

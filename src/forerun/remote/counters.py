@@ -133,12 +133,12 @@ def acceptance_of(counts: SpeculationCounts, num_tokens: int) -> ServedAcceptanc
     reported. It is at least the number of drafts, since accepted tokens may be cut off at the end of an answer.
     """
     accepted = counts.num_accepted
-    if not counts.known or num_tokens <= 0 or (counts.num_drafted == 0 and counts.num_rounds is None):
+    if num_tokens <= 0 or (counts.num_drafted == 0 and counts.num_rounds is None):
         return None
     if accepted is None and counts.num_rounds is None and counts.accept_length:
         accepted = num_tokens * (1 - 1 / counts.accept_length)
     rounds = counts.num_rounds if accepted is None else max(num_tokens - accepted, counts.num_drafts or 0.0)
-    if not rounds or rounds <= 0:
+    if not rounds or rounds < 0:
         return None
     drafts, depth = counts.num_drafts, counts.depth
     if drafts and counts.num_drafted:
