@@ -125,6 +125,17 @@ def test_long_work_writes_a_line_for_each_stage_and_at_intervals(monkeypatch: py
     assert file.getvalue() == "".join([*expected, "measuring 90%: loss [90] of a long text\n"])
 
 
+def test_stages_that_alternate_have_a_line_each_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, file = [100.0], io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    bar = progress.LoadingBar(Console(file=file), lines=True)
+    for step in range(12):
+        clock[0] += 5
+        bar(("generating", "training")[step % 2], step / 12)
+        bar.print_line()
+    assert [line.split()[0] for line in file.getvalue().splitlines()] == ["generating", "training"] * 2
+
+
 def test_lines_are_written_while_a_stage_reports_nothing_and_end_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "STAGE_S", 0.001)
     lines, terminal = io.StringIO(), Terminal()

@@ -6,6 +6,7 @@ work and the finished fraction; the report can go to a callback of the user inst
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from forerun.annotations import ProgressCallback
 
 PATIENCE_S = 2.0  # shorter work shows no bar
 STAGE_S = 5.0  # time between lines of text
-LINES_S = 30.0  # the same, if they are about one stage of the work
+LINES_S = 30.0  # between two lines about the same stage of the work
 REDRAW_S = 0.1  # drawing takes tens of microseconds, too long to do it for every token
 
 
@@ -35,20 +36,20 @@ def rounded_duration(seconds: float) -> str:
 class LoadingBar:
     """A progress callback that shows a bar after two seconds if `console`, by default standard error, is a terminal.
 
-    Otherwise, with `lines`, a thread prints the last report: for a new stage of the work every `STAGE_S` seconds at
-    most, and every `LINES_S` seconds for the same one.
+    Otherwise, with `lines`, a thread prints the last report every `STAGE_S` seconds, unless there was a line about the
+    same stage of the work in the last `LINES_S` seconds.
     """
 
     def __init__(self, console: Console | None = None, lines: bool = False) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._started_s = self._printed_s = time.monotonic()
+        self._started_s = time.monotonic()
         self._drawn_s = 0.0
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         # By stage: the time and the share of its first report, and its last share.
         self._began: dict[str, tuple[float, float, float]] = {}
         self._reported = ("", "")  # the stage of the last report, and its text
-        self._stage = ""  # of the last line
+        self._printed_s: dict[str, float] = {}  # by stage: the time of its last line
         self._ended = Event()
         self._lines = Thread(target=self._print_lines, name="forerun-progress", daemon=True) if lines else None
 
@@ -68,10 +69,10 @@ class LoadingBar:
             self.print_line()
 
     def print_line(self) -> None:
-        """Print the last report, unless it is of the stage of the last line and that line is younger than `LINES_S`."""
+        """Print the last report, unless there is a line about its stage that is younger than `LINES_S`."""
         now_s, (stage, report) = time.monotonic(), self._reported
-        if report and (stage != self._stage or now_s - self._printed_s >= LINES_S):
-            self._printed_s, self._stage = now_s, stage
+        if report and now_s - self._printed_s.get(stage, -math.inf) >= LINES_S:
+            self._printed_s[stage] = now_s
             self._console.print(report, markup=False, soft_wrap=True)
 
     @property
