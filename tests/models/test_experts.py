@@ -119,7 +119,7 @@ def in_stacks(folder: Path, family: str) -> dict[str, Tensor]:
         prefix = f"model.layers.{i}."
 
         def all_of(part: str, prefix: str = prefix, table: LayerTable = table) -> Tensor:
-            each = [getattr(mlp, part).weights() for mlp in table.experts]
+            each = [getattr(mlp, part).weight_shapes() for mlp in table.experts]
             return torch.stack([torch.cat([stored.pop(prefix + name) for name in weights]) for weights in each])
 
         gate_up, down = all_of("gate_up"), all_of("down")

@@ -216,19 +216,21 @@ def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], he
         raise UnsupportedModel(f"{folder}: the tensor {short(unread[0])} does not belong to {heads}: {cure}")
 
 
-def refuse_sizes(fields: Fields, target: str, **sizes: int) -> None:
+def refuse_sizes(fields: Fields, target_name: str, **sizes: int) -> None:
     """Raise UnsupportedModel for a field whose size differs from the target's; `sizes` are the target's, by field."""
     for key, size in sizes.items():
         if fields.values.get(key) not in (None, size):
-            raise fields.refuse(key, f"{target} has {size}: name a drafter that was trained for it")
+            raise fields.refuse(key, f"{target_name} has {size}: name a drafter that was trained for it")
 
 
-def refuse_missing_tables(fields: Fields, target: str, of: ModelConfig, hidden: int, tables: Shapes) -> None:
+def refuse_missing_tables(fields: Fields, target: ModelConfig, target_name: str, hidden: int, tables: Shapes) -> None:
     """Raise UnsupportedModel for a drafter of another width than its target's without its own embedding and head."""
     missing = [name for name in (OWN_EMBEDDING, HEAD) if name not in tables]
-    if missing and hidden != of.hidden:
+    if missing and hidden != target.hidden:
         fix = "name a drafter that was trained for it, or add that tensor"
-        raise fields.refuse("hidden_size", f"{target} has {of.hidden}, and the folder has no {missing[0]}: {fix}")
+        raise fields.refuse(
+            "hidden_size", f"{target_name} has {target.hidden}, and the folder has no {missing[0]}: {fix}"
+        )
 
 
 def model_fields(fields: Fields, usual: Mapping[str, Any]) -> Fields:

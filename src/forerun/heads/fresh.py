@@ -71,12 +71,12 @@ def stored_dtype(target: Blueprint) -> torch.dtype:
 
 def layer_values(target: Blueprint, layers: int, mlp: int | None) -> dict[str, Any]:
     """The fields of config.json for `layers` layers with the target's shapes, or with `mlp` neurons per layer."""
-    of = target.config
-    return of.layer_fields() | {
-        "intermediate_size": of.intermediate if mlp is None else mlp,
+    target_config = target.config
+    return target_config.layer_fields() | {
+        "intermediate_size": target_config.intermediate if mlp is None else mlp,
         "num_hidden_layers": layers,
-        "max_position_embeddings": of.max_positions,
-        "rope_theta": of.rope.theta,
+        "max_position_embeddings": target_config.max_positions,
+        "rope_theta": target_config.rope.theta,
         "dtype": str(stored_dtype(target)).removeprefix("torch."),
     }
 

@@ -190,9 +190,9 @@ class DraftMethod(Generic[TensorsT]):
 
     def meaning(self, files: DraftFiles, target: TargetFacts | None) -> TensorsT:
         """The drafter that the files describe, for comparison. Raises ModelError for missing or unused tensors."""
-        of = target or self.infer(files.fields)
-        tensors = files.checked(self.read(files.fields, files.tensors.keys(), of.config, of.name))
-        if OFFSETS in tensors.idle and len(files.head_ids(of.config.vocab_size)) != tensors.draft_vocab:
+        target = target or self.infer(files.fields)
+        tensors = files.checked(self.read(files.fields, files.tensors.keys(), target.config, target.name))
+        if OFFSETS in tensors.idle and len(files.head_ids(target.config.vocab_size)) != tensors.draft_vocab:
             raise files.fields.refuse("draft_vocab_size", f"{OFFSETS} is missing or has another size: correct it")
         return tensors
 

@@ -145,8 +145,8 @@ def config_of(fields: Fields, bos: int | None = None, eos: tuple[int, ...] = ())
     rotary_dim = read_rotary_dim(fields, family, head_dim)
     score_cap, logits_cap = (fields.optional(key) if key in family.soft_caps else None for key in CAPS)
 
-    def rope(of: str) -> RopeConfig:
-        return read_rope(fields, family, positions, rotary_dim or head_dim, of)
+    def rope(layer_type: str) -> RopeConfig:
+        return read_rope(fields, family, positions, rotary_dim or head_dim, layer_type)
 
     return ModelConfig(
         family=family.name,
@@ -222,9 +222,9 @@ def refuse_options(fields: Fields, family: Family) -> None:
         raise fields.refuse("use_bidirectional_attention", "it must be false: choose a model that writes text")
 
 
-def read_scale(fields: Fields, family: Family, of: str) -> float:
-    """The factor `of` in Family.scales; 1 if the family has no key for it."""
-    return fields.number(family.scales[of], 1.0) if of in family.scales else 1.0
+def read_scale(fields: Fields, family: Family, name: str) -> float:
+    """The factor `name` in Family.scales; 1 if the family has no key for it."""
+    return fields.number(family.scales[name], 1.0) if name in family.scales else 1.0
 
 
 def read_query_scale(fields: Fields, family: Family, head_dim: int) -> float:

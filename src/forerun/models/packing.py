@@ -139,7 +139,7 @@ class LayerMaker:
         weight = stored_groups(projection, f"model.layers.{self.index}.", take_groups, edits)
         if weight is None:
             return linear(projection, part(self.weights.linear), fetch, outputs, inputs, edits, shift)
-        biases = projection.bias_of(fetch)
+        biases = projection.read_bias(fetch)
         return part(self.weights.backend.grouped)(weight, None if biases is None else torch.cat(edited(biases, edits)))
 
     def part(self, sizes: Sequence[int], what: Columns) -> Callable[[MakeLinear], MakeLinear]:
@@ -237,7 +237,7 @@ def stored_groups(
     if take is None:
         return None
     number = projection.stack.expert if projection.stack else None
-    parts = [take(f"{prefix}{name}", shape, number) for name, shape in projection.weights().items()]
+    parts = [take(f"{prefix}{name}", shape, number) for name, shape in projection.weight_shapes().items()]
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.numbers.dtype for part in present}) > 1:
         return None
@@ -255,7 +255,7 @@ def linear(
 ) -> Linear:
     """The linear layer of a projection, with `outputs` zero outputs after each part and `inputs` zero inputs at the
     end; its input is `x + shift`."""
-    weights, biases = projection.weight(fetch), projection.bias_of(fetch)
+    weights, biases = projection.read_weight(fetch), projection.read_bias(fetch)
     if shift is not None:
         both = zip(weights, biases or (None,) * len(weights), strict=True)
         biases = [shifted(weight, bias, shift) for weight, bias in both]

@@ -62,14 +62,14 @@ class Projection:
         """Each tensor's name and number of outputs."""
         return [*zip(self.names, self.sizes if len(self.names) > 1 else (self.outputs,), strict=True)]
 
-    def weights(self) -> Shapes:
+    def weight_shapes(self) -> Shapes:
         """Names and shapes of the tensors of the weight."""
         if self.stack is None:
             return {f"{name}.weight": (size, self.inputs) for name, size in self.named_sizes()}
         size = (self.inputs, self.outputs) if self.stack.transposed else (self.outputs, self.inputs)
         return {self.names[0]: (self.stack.count, *size)}
 
-    def biases(self) -> Shapes:
+    def bias_shapes(self) -> Shapes:
         """Names and shapes of the tensors of the bias; empty without a bias."""
         if not self.bias:
             return {}
@@ -77,17 +77,17 @@ class Projection:
             return {f"{name}.bias": (size,) for name, size in self.named_sizes()}
         return {f"{self.names[0]}_bias": (self.stack.count, self.outputs)}
 
-    def weight(self, fetch: Fetch) -> list[Float[Tensor, "part inputs"]]:
+    def read_weight(self, fetch: Fetch) -> list[Float[Tensor, "part inputs"]]:
         """The parts of the weight, one for each of `sizes`."""
-        tensors = [fetch(name, shape) for name, shape in self.weights().items()]
+        tensors = [fetch(name, shape) for name, shape in self.weight_shapes().items()]
         if self.stack is not None:
             rows = tensors[0][self.stack.expert]
             tensors = [rows.T if self.stack.transposed else rows]
         return self.parts(tensors)
 
-    def bias_of(self, fetch: Fetch) -> list[Float[Tensor, " part"]] | None:
+    def read_bias(self, fetch: Fetch) -> list[Float[Tensor, " part"]] | None:
         """The parts of the bias, one for each of `sizes`; None without a bias."""
-        tensors = [fetch(name, shape) for name, shape in self.biases().items()]
+        tensors = [fetch(name, shape) for name, shape in self.bias_shapes().items()]
         if self.stack is not None:
             tensors = [tensor[self.stack.expert] for tensor in tensors]
         return self.parts(tensors) or None
@@ -165,9 +165,9 @@ class LayerTable:
         """The shapes of all tensors by name: vectors, then weights, then biases."""
         shapes: Shapes = {name: (size,) for name, size in self.vectors.items()}
         for projection in self.projections():
-            shapes |= projection.weights()
+            shapes |= projection.weight_shapes()
         for projection in self.projections():
-            shapes |= projection.biases()
+            shapes |= projection.bias_shapes()
         return shapes
 
 

@@ -54,16 +54,16 @@ def key_of_rope(fields: Fields) -> str:
     return "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
 
 
-def read_rope(fields: Fields, family: Family, positions: int, width: int, of: str) -> RopeConfig:
-    """The rotary parameters of layers of type `of` in layer_types; `width` elements of each head are rotated.
+def read_rope(fields: Fields, family: Family, positions: int, width: int, layer_type: str) -> RopeConfig:
+    """The rotary parameters of layers of this type in layer_types; `width` elements of each head are rotated.
 
     Families with two sets of parameters store them under the layer types, or a separate base for windowed layers.
     """
     key = key_of_rope(fields)
     rope = fields.inside(key) if fields.values.get(key) else replace(fields, values=family.rope)
-    if family.local_theta and isinstance(rope.values.get(of), dict):
-        rope = rope.inside(of)
-    elif family.local_theta and of == "sliding_attention":
+    if family.local_theta and isinstance(rope.values.get(layer_type), dict):
+        rope = rope.inside(layer_type)
+    elif family.local_theta and layer_type == "sliding_attention":
         return RopeConfig(fields.number("rope_local_base_freq", family.local_theta))
     values = rope.values
     objects = [name for name, value in values.items() if isinstance(value, dict)]

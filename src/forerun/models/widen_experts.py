@@ -108,6 +108,6 @@ def parts_of(source: ModelConfig, wide: ModelConfig) -> dict[str, ExpertPart]:
     for number, expert in enumerate(LayerTable.of(wide, 0).experts):
         pairs = ((table.dense.gate_up, expert.gate_up, 0), (table.dense.down, expert.down, 1))
         for dense, in_expert, axis in pairs:
-            for name, new_name in zip(dense.weights(), in_expert.weights(), strict=True):
+            for name, new_name in zip(dense.weight_shapes(), in_expert.weight_shapes(), strict=True):
                 parts[new_name] = ExpertPart(name, number, axis)
     return parts

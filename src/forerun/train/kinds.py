@@ -116,27 +116,27 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
 
     Raises InvalidRequest for inconsistent sizes.
     """
-    of = target.config
-    head_dim = min(USUAL_HEAD, of.head_dim)
-    hidden = sizes.hidden or max(head_dim, of.hidden // 2 // head_dim * head_dim)
+    target_config = target.config
+    head_dim = min(USUAL_HEAD, target_config.head_dim)
+    hidden = sizes.hidden or max(head_dim, target_config.hidden // 2 // head_dim * head_dim)
     heads = sizes.heads or max(1, hidden // head_dim)
     if hidden % (2 * heads):
         raise InvalidRequest("heads", f"{heads} must divide hidden, {hidden}, into parts of an even width.")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": of.vocab_size,
+        "vocab_size": target_config.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": sizes.mlp or -(-11 * hidden // 4 // 32) * 32,
-        "num_hidden_layers": sizes.layers or max(1, of.layers // 4),
+        "num_hidden_layers": sizes.layers or max(1, target_config.layers // 4),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "max_position_embeddings": of.max_positions,
+        "max_position_embeddings": target_config.max_positions,
         "rms_norm_eps": 1e-5,
-        "rope_theta": of.rope.theta,
+        "rope_theta": target_config.rope.theta,
         "tie_word_embeddings": True,
-        "bos_token_id": of.bos_id,
-        "eos_token_id": list(of.eos_ids),
+        "bos_token_id": target_config.bos_id,
+        "eos_token_id": list(target_config.eos_ids),
         "dtype": str(stored_dtype(target)).removeprefix("torch."),
     }
 

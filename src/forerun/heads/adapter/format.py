@@ -22,15 +22,19 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
 
     Raises ModelError for an unusable folder.
     """
-    of, checkpoint = folder.target.config, folder.checkpoint
-    defaults = {"vocab_size": of.vocab_size, "max_position_embeddings": of.max_positions, "rms_norm_eps": of.norm_eps}
+    target, checkpoint = folder.target.config, folder.checkpoint
+    defaults = {
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_positions,
+        "rms_norm_eps": target.norm_eps,
+    }
     fields = replace(folder.fields, values=defaults | dict(folder.fields.values))
     trained_for = fields.whole(EXIT)
     if trained_for != layer:
         cure = f"write early-exit:{trained_for}:{folder.name}, or name an adapter that was trained for exit {layer}"
         raise fields.refuse(EXIT, f"the adapter is not for exit {layer}: {cure}")
     config = replace(config_of(fields), vocab_size=0, tied=False)
-    refuse_sizes(fields, folder.target.name, hidden_size=of.hidden)
+    refuse_sizes(fields, folder.target.name, hidden_size=target.hidden)
     config = with_stored_names(config, checkpoint)
     promised = (
         (name, shape)

@@ -37,11 +37,11 @@ class AdapterStudent(StackStudent):
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> AdapterStudent:
         """An untrained adapter, whose layers have the target's shapes. Raises InvalidRequest for an invalid exit."""
         sizes.only(cls.kind, "exit", "layers", "mlp")
-        of = target.config
-        exit_layer = sizes.exit or max(1, of.layers // 4)
-        if not 1 <= exit_layer < of.layers:
+        num_layers = target.config.layers
+        exit_layer = sizes.exit or max(1, num_layers // 4)
+        if not 1 <= exit_layer < num_layers:
             raise InvalidRequest(
-                "exit", f"{exit_layer} must be from 1 to {of.layers - 1}: {target.name} has {of.layers} layers."
+                "exit", f"{exit_layer} must be from 1 to {num_layers - 1}: {target.name} has {num_layers} layers."
             )
         values = {
             "architectures": ["LlamaForCausalLM"],

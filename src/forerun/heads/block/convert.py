@@ -141,25 +141,25 @@ def without_own_tables(files: DraftFiles, target: TargetFacts | None) -> DraftFi
 
     A reduced head that the drafter does not store is added, with rows of the target's head.
     """
-    of = required_target(target, files)
-    tables = {names.EMBEDDING: of.embedding} | ({} if OFFSETS in files.tensors else {HEAD: of.head})
+    target = required_target(target, files)
+    tables = {names.EMBEDDING: target.embedding} | ({} if OFFSETS in files.tensors else {HEAD: target.head})
     for name, table in tables.items():
         stored = files.tensors.get(name)
         if stored is not None and not torch.equal(stored, table().to(stored.dtype)):
-            problem = f"{name} differs from that of {of.name}, which speculators uses: choose another format"
+            problem = f"{name} differs from that of {target.name}, which speculators uses: choose another format"
             raise UnsupportedModel(f"{files.folder}: {problem}")
     files = files.without(*tables)
     if OFFSETS not in files.tensors or HEAD in files.tensors:
         return files
-    head = of.head()[files.head_ids(of.config.vocab_size)].to(files.tensors[names.MAP].dtype)
+    head = target.head()[files.head_ids(target.config.vocab_size)].to(files.tensors[names.MAP].dtype)
     return replace(files, tensors={**files.tensors, HEAD: head})
 
 
 def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFiles:
     """Convert the drafter to the layout of `speculators`. Raises UnsupportedModel for one that it cannot store."""
-    fields, of = files.fields, required_target(target, files)
-    meaning = BLOCK.meaning(files, of)
-    check_written(meaning, fields, of)
+    fields, target = files.fields, required_target(target, files)
+    meaning = BLOCK.meaning(files, target)
+    check_written(meaning, fields, target)
     config = meaning.config
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov_rank or config.confidence else "dflash"
     usual = COMMON | KINDS[kind]
@@ -178,7 +178,7 @@ def write_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftF
     if kind == "dflash2":
         values |= {"conv_kernel_size": 1, "conv_group_size": config.layers.hidden}
         tensors |= neutral_convolutions(config, files.tensors[names.MAP].dtype)
-    return replace(files, config=package_config(fields, of, kind, values, config.most_depth), tensors=tensors)
+    return replace(files, config=package_config(fields, target, kind, values, config.most_depth), tensors=tensors)
 
 
 def package_fields(config: BlockConfig) -> Mapping[str, Any]:
@@ -195,16 +195,16 @@ def package_fields(config: BlockConfig) -> Mapping[str, Any]:
     }
 
 
-def check_written(tensors: BlockTensors, fields: Fields, of: TargetFacts) -> None:
+def check_written(tensors: BlockTensors, fields: Fields, target: TargetFacts) -> None:
     """Raise UnsupportedModel for a drafter that `speculators` cannot store."""
     c, layers, selects = tensors.config, tensors.config.layers, tensors.config.selector_rank > 0
-    some_tokens, other_width = tensors.draft_vocab != of.config.vocab_size, layers.hidden != of.config.hidden
+    some_tokens, other_width = tensors.draft_vocab != target.config.vocab_size, layers.hidden != target.config.hidden
     refused = {
         "model_type": (layers.family != "qwen3", "the layers of speculators are qwen3's"),
-        names.TAP_IDS: (-1 in c.taps, f"one is the last of {of.name}'s {of.config.layers} layers, and {LAST}"),
+        names.TAP_IDS: (-1 in c.taps, f"one is the last of {target.name}'s {target.config.layers} layers, and {LAST}"),
         names.MASK_ID: (c.mask_id is None, "speculators cannot store an own embedding of masked positions"),
         "causal": (c.causal and not all(layers.windows), "in speculators only layers with sliding windows are causal"),
-        "hidden_size": (other_width, f"{of.name} has {of.config.hidden}, and speculators uses its embedding"),
+        "hidden_size": (other_width, f"{target.name} has {target.config.hidden}, and speculators uses its embedding"),
         "draft_vocab_size": (selects and some_tokens, "speculators has selectors for heads over all tokens only"),
         "enable_confidence_head": (selects and c.confidence, "speculators has no confidence head next to a selector"),
     }

@@ -109,15 +109,15 @@ class BlockTensors:
     idle: ClassVar[Collection[str]] = (OFFSETS, MASK)
 
     @classmethod
-    def of(cls, fields: Fields, stored: Collection[str], of: ModelConfig, target: str) -> BlockTensors:
-        """The tensors that a folder with these fields must have, for the target `of`, called `target`.
+    def of(cls, fields: Fields, stored: Collection[str], target: ModelConfig, target_name: str) -> BlockTensors:
+        """The tensors that a folder with these fields must have, for a target of this configuration and name.
 
         `stored` are the names of those that it has. Raises UnsupportedModel for an unsupported drafter.
         """
-        config = read_block(fields, of, target)
-        draft_vocab = fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
-        tensors = cls(config, of.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
-        refuse_missing_tables(fields, target, of, config.layers.hidden, tensors.shapes())
+        config = read_block(fields, target, target_name)
+        draft_vocab = fields.whole("draft_vocab_size", target.vocab_size, most=target.vocab_size)
+        tensors = cls(config, target.hidden, draft_vocab, EMBEDDING in stored, HEAD in stored)
+        refuse_missing_tables(fields, target, target_name, config.layers.hidden, tensors.shapes())
         return tensors
 
     @property
@@ -157,20 +157,20 @@ class BlockTensors:
         return shapes
 
 
-def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
-    """The configuration in these fields, for the target `of`, called `target`. Raises UnsupportedModel."""
-    usual = {"max_position_embeddings": of.max_positions, "model_type": "qwen3", "vocab_size": of.vocab_size}
+def read_block(read: Fields, target: ModelConfig, target_name: str) -> BlockConfig:
+    """The configuration in these fields, for this target. Raises UnsupportedModel."""
+    usual = {"max_position_embeddings": target.max_positions, "model_type": "qwen3", "vocab_size": target.vocab_size}
     fields = model_fields(replace(read, values={**read.values, **read.inside(INSIDE).values}), usual)
     for key, neutral in NEUTRAL.items():
         if fields.values.get(key) not in (None, neutral):
             raise fields.refuse(key, f"only {neutral!r} is supported: use another drafter")
-    refuse_sizes(fields, target, vocab_size=of.vocab_size)
+    refuse_sizes(fields, target_name, vocab_size=target.vocab_size)
     layers = replace(config_of(fields), tied=False)
     if layers.experts or layers.sinks:
         problem = "only dense layers without attention sinks are supported: use another drafter"
         raise fields.refuse("model_type", problem)
     has_mask = fields.values.get(MASK_ID) is not None
-    mask_id = fields.whole(MASK_ID, least=0, most=of.vocab_size - 1) if has_mask else None
+    mask_id = fields.whole(MASK_ID, least=0, most=target.vocab_size - 1) if has_mask else None
     markov_rank, selector_rank = (fields.whole(key, 0, least=0) for key in ("markov_rank", "selector_rank"))
     if markov_rank and selector_rank:
         problem = "it excludes a Markov head: set markov_rank or selector_rank to 0"
@@ -182,14 +182,14 @@ def read_block(read: Fields, of: ModelConfig, target: str) -> BlockConfig:
     from_anchor = fields.flag("sample_from_anchor")
     return BlockConfig(
         layers=layers,
-        taps=read_taps(fields, of.layers),
+        taps=read_taps(fields, target.layers),
         block_size=fields.whole("block_size", USUAL_BLOCK, least=1 if from_anchor else 2, most=MOST_BLOCK),
         causal=read_causal(fields, layers),
         sample_from_anchor=from_anchor,
         mask_id=mask_id,
         markov_rank=markov_rank,
         selector_rank=selector_rank,
-        top_k=min(of.vocab_size, fields.whole("selector_top_k", USUAL_TOP_K)),
+        top_k=min(target.vocab_size, fields.whole("selector_top_k", USUAL_TOP_K)),
         confidence=confidence,
         confidence_with_markov=with_markov,
     )

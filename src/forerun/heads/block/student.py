@@ -59,12 +59,11 @@ class BlockStudent(TableStudent):
         """
         of_heads = ("markov_rank", "selector_rank", "confidence")
         sizes.only(cls.kind, "layers", "mlp", "block", *of_heads, "taps", "portable", "draft_vocab")
-        of = target.config
         values = values_of(target, sizes)
-        tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), (), of, target.name)
+        tensors = BlockTensors.of(Fields(Path("the drafter's config.json"), values), (), target.config, target.name)
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
         config, num_taps = tensors.config, len(tensors.config.taps)
-        weights[names.MAP] = torch.cat([torch.eye(of.hidden) / num_taps] * num_taps, dim=1)
+        weights[names.MAP] = torch.cat([torch.eye(target.config.hidden) / num_taps] * num_taps, dim=1)
         for name in {names.MARKOV_W2, names.SUCCESSORS, names.CONFIDENCE, names.CONFIDENCE_BIAS} & set(weights):
             weights[name].zero_()
         weights[names.NORM] = tables.norm
@@ -156,19 +155,19 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     A block is causal, so that a shallower draft takes a shorter pass, and has its own mask embedding. A portable block
     is not causal, and its mask token is the token that starts or ends texts.
     """
-    of, block = target.config, sizes.block or BLOCK_SIZE
-    mask_id = next(iter(of.eos_ids), 0) if of.bos_id is None else of.bos_id
+    target_config, block = target.config, sizes.block or BLOCK_SIZE
+    mask_id = next(iter(target_config.eos_ids), 0) if target_config.bos_id is None else target_config.bos_id
     check_most("block", block, MOST_DEPTH)
-    check_most("draft_vocab", sizes.draft_vocab or 1, of.vocab_size)
-    usual = 0 if sizes.selector_rank else min(MOST_RANK, of.hidden // RANK_SHARE)
+    check_most("draft_vocab", sizes.draft_vocab or 1, target_config.vocab_size)
+    usual = 0 if sizes.selector_rank else min(MOST_RANK, target_config.hidden // RANK_SHARE)
     rank = usual if sizes.markov_rank is None else sizes.markov_rank
     if sizes.markov_rank and sizes.selector_rank:
         raise InvalidRequest("selector_rank", f"{sizes.selector_rank} excludes a --markov-rank: leave out one of them.")
     confident = not (sizes.portable and sizes.selector_rank) if sizes.confidence is None else sizes.confidence
     if sizes.portable and sizes.selector_rank and confident:
         raise InvalidRequest("confidence", "speculators has no confidence head next to a selector: leave it out.")
-    taps = sizes.tapped(of.layers)
-    layers = usual_layers(of.layers) if taps is None else layer_ids(taps, of.layers)
+    taps = sizes.tapped(target_config.layers)
+    layers = usual_layers(target_config.layers) if taps is None else layer_ids(taps, target_config.layers)
     return {
         "architectures": [names.ARCHITECTURE],
         "model_type": "qwen3",
@@ -183,7 +182,7 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
         "selector_rank": sizes.selector_rank or 0,
         "enable_confidence_head": confident,
         "confidence_head_with_markov": confident and rank > 0,
-        "vocab_size": of.vocab_size,
+        "vocab_size": target_config.vocab_size,
         **({} if sizes.draft_vocab is None else {"draft_vocab_size": sizes.draft_vocab}),
         **layer_values(target, sizes.layers or LAYERS, sizes.mlp),
     }

@@ -94,16 +94,16 @@ class EagleTensors:
     tables: ClassVar[Collection[str]] = (EMBEDDING,)
 
     @classmethod
-    def of(cls, read: Fields, stored: Container[str], of: ModelConfig, target: str) -> EagleTensors:
-        """The tensors that a folder with these fields must have, for the target `of`, called `target`.
+    def of(cls, read: Fields, stored: Container[str], target: ModelConfig, target_name: str) -> EagleTensors:
+        """The tensors that a folder with these fields must have, for a target of this configuration and name.
 
         `stored` are the names of those that it has. Raises UnsupportedModel for an unsupported layer or another target.
         """
-        usual = {"max_position_embeddings": of.max_positions, "model_type": "llama", "num_hidden_layers": 1}
+        usual = {"max_position_embeddings": target.max_positions, "model_type": "llama", "num_hidden_layers": 1}
         fields = model_fields(author_fields(read), usual)
-        refuse_sizes(fields, target, vocab_size=of.vocab_size, target_hidden_size=of.hidden)
-        tensors = read_tensors(fields, stored, of)
-        refuse_missing_tables(fields, target, of, tensors.layers.hidden, tensors.shapes())
+        refuse_sizes(fields, target_name, vocab_size=target.vocab_size, target_hidden_size=target.hidden)
+        tensors = read_tensors(fields, stored, target)
+        refuse_missing_tables(fields, target, target_name, tensors.layers.hidden, tensors.shapes())
         return tensors
 
     @property
@@ -161,18 +161,19 @@ def author_fields(fields: Fields) -> Fields:
     return replace(fields, values=layer | outside)
 
 
-def read_tensors(fields: Fields, stored: Container[str], of: ModelConfig) -> EagleTensors:
+def read_tensors(fields: Fields, stored: Container[str], target: ModelConfig) -> EagleTensors:
     """The tensors that a folder must have, from its fields and from the tensors that distinguish the generations."""
     config = replace(config_of(fields), tied=False)
     config = replace(config, qkv_bias=fields.flag("qkv_bias", config.qkv_bias))
     place = next((name for name in PLACES if f"{name}.post_attention_layernorm.weight" in stored), PLACES[0])
     joined = NORM not in stored and f"{place}.{STATE_NORM}" not in stored
-    form = EagleForm(FEATURE, True, fields.flag("bias", True)) if joined else read_form(fields, of.layers)
+    form = EagleForm(FEATURE, True, fields.flag("bias", True)) if joined else read_form(fields, target.layers)
     if joined and config.layers != 1:
         raise fields.refuse("num_hidden_layers", "EAGLE-1 and EAGLE-2 have one layer: use its own config.json")
-    draft_vocab = of.vocab_size if joined else fields.whole("draft_vocab_size", of.vocab_size, most=of.vocab_size)
+    vocab_size = target.vocab_size
+    draft_vocab = vocab_size if joined else fields.whole("draft_vocab_size", vocab_size, most=vocab_size)
     own_head = HEAD in stored and not joined
-    return EagleTensors(config, form, place, of.hidden, draft_vocab, EMBEDDING in stored, own_head)
+    return EagleTensors(config, form, place, target.hidden, draft_vocab, EMBEDDING in stored, own_head)
 
 
 def read_form(fields: Fields, num_layers: int) -> EagleForm:

@@ -51,21 +51,22 @@ class EagleStudent(DraftedStudent):
         The head has all of the target's tokens, or the first `draft_vocab`. Raises InvalidRequest for invalid sizes.
         """
         sizes.only(cls.kind, "mlp", "shared_head", "draft_vocab", "taps")
-        of, is_shared, num_ids = target.config, bool(sizes.shared_head), sizes.draft_vocab or target.config.vocab_size
-        check_most("draft_vocab", num_ids, of.vocab_size)
-        taps = sizes.tapped(of.layers) or usual_taps(of.layers)
+        target_config, is_shared = target.config, bool(sizes.shared_head)
+        num_ids = sizes.draft_vocab or target_config.vocab_size
+        check_most("draft_vocab", num_ids, target_config.vocab_size)
+        taps = sizes.tapped(target_config.layers) or usual_taps(target_config.layers)
         values = {
             "model_type": "llama",
             **layer_values(target, 1, sizes.mlp),
-            "vocab_size": of.vocab_size,
+            "vocab_size": target_config.vocab_size,
             "draft_vocab_size": num_ids,
             names.TAP_IDS: list(taps),
             names.NORMED_RESIDUAL: True,
         }
         config = config_of(Fields(Path("the layer's config.json"), values))
-        tensors = EagleTensors(config, EagleForm(taps), cls.place, of.hidden, num_ids, False, not is_shared)
+        tensors = EagleTensors(config, EagleForm(taps), cls.place, target_config.hidden, num_ids, False, not is_shared)
         weights, tables = drawn_weights(tensors.shapes(), seed), TargetTables.of(target)
-        weights[names.MAP] = torch.cat([torch.eye(of.hidden) / len(taps)] * len(taps), dim=1)
+        weights[names.MAP] = torch.cat([torch.eye(target_config.hidden) / len(taps)] * len(taps), dim=1)
         if not is_shared:
             weights[HEAD] = tables.head.weight[:num_ids]
         weights[names.NORM] = tables.norm

@@ -46,16 +46,16 @@ class MedusaConfig:
     idle: ClassVar[Collection[str]] = ()
 
     @classmethod
-    def of(cls, fields: Fields, stored: Collection[str], of: ModelConfig, target: str) -> MedusaConfig:
-        """The heads in a folder with these fields and tensors, for the target `of`, called `target`.
+    def of(cls, fields: Fields, stored: Collection[str], target: ModelConfig, target_name: str) -> MedusaConfig:
+        """The heads in a folder with these fields and tensors, for a target of this configuration and name.
 
         Raises UnsupportedModel for heads of another target.
         """
-        refuse_sizes(fields, target, hidden_size=of.hidden, vocab_size=of.vocab_size)
+        refuse_sizes(fields, target_name, hidden_size=target.hidden, vocab_size=target.vocab_size)
         num_blocks = fields.whole(BLOCKS, 1, most=MOST_LAYERS)
         num_heads = fields.whole(HEADS_KEY, most=MOST_HEADS)
         own_output = OUTPUT.format(0, num_blocks) + WEIGHT in stored
-        return cls(num_heads, num_blocks, of.hidden, of.vocab_size, own_output, fields.flag(HYDRA))
+        return cls(num_heads, num_blocks, target.hidden, target.vocab_size, own_output, fields.flag(HYDRA))
 
     @property
     def title(self) -> str:

@@ -56,17 +56,22 @@ class MedusaStudent(Student):
     def fresh(cls, target: Blueprint, sizes: StudentSizes, seed: int) -> MedusaStudent:
         """Untrained heads, whose initial logits are those of the target's head. Raises InvalidRequest."""
         sizes.only(cls.kind, "heads", "layers", "hydra", "shared_head", "tune_target")
-        of, num_heads = target.config, sizes.heads or NUM_HEADS
+        target_config, num_heads = target.config, sizes.heads or NUM_HEADS
         check_most("heads", num_heads, MOST_HEADS)
         config = MedusaConfig(
-            num_heads, sizes.layers or 1, of.hidden, of.vocab_size, not sizes.shared_head, bool(sizes.hydra)
+            num_heads=num_heads,
+            num_blocks=sizes.layers or 1,
+            hidden=target_config.hidden,
+            vocab_size=target_config.vocab_size,
+            own_output=not sizes.shared_head,
+            hydra=bool(sizes.hydra),
         )
         tables = TargetTables.of(target)
         weights = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
         for name, tensor in weights.items():
             head = name.partition(".")[0]
             if name == ENTRY.format(head) + WEIGHT:
-                tensor[:, : of.hidden] = torch.eye(of.hidden)
+                tensor[:, : target_config.hidden] = torch.eye(target_config.hidden)
             elif name == OUTPUT.format(head, config.num_blocks) + WEIGHT:
                 tensor.copy_(tables.head.weight)
         return cls.untrained(

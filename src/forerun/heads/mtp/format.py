@@ -122,24 +122,24 @@ def check_modules(folder: HeadFolder) -> MtpTensors:
 
 def layer_config(folder: HeadFolder, naming: MtpNaming) -> ModelConfig:
     """The configuration of the modules' layers; their number is that in config.json, or else that of the tensors."""
-    of, fields, checkpoint = folder.target.config, folder.fields, folder.checkpoint
-    count = promised_modules(fields) or max(1, naming.count(checkpoint.stored, of.layers))
-    whole = of if folder.is_targets else module_config(fields, of, folder.target.name)
-    experts, dense = whole.experts, f"{naming.layer.format(naming.number(0, of.layers))}mlp.gate_proj.weight"
+    target_config, fields, checkpoint = folder.target.config, folder.fields, folder.checkpoint
+    count = promised_modules(fields) or max(1, naming.count(checkpoint.stored, target_config.layers))
+    whole = target_config if folder.is_targets else module_config(fields, target_config, folder.target.name)
+    experts, dense = whole.experts, f"{naming.layer.format(naming.number(0, target_config.layers))}mlp.gate_proj.weight"
     experts = None if experts is None or dense in checkpoint else replace(experts, layers=tuple(range(count)))
     return replace(whole, layers=count, windows=whole.windows[-1:] * count, experts=experts, tied=False)
 
 
-def module_config(fields: Fields, of: ModelConfig, target: str) -> ModelConfig:
-    """The configuration of the layers in a folder of modules; by default that of the target `of`, called `target`.
+def module_config(fields: Fields, target: ModelConfig, target_name: str) -> ModelConfig:
+    """The configuration of the layers in a folder of modules; by default that of the target.
 
     Raises UnsupportedModel for modules of another target.
     """
     if SHAPE_KEY not in fields.values:
-        return of
-    refuse_sizes(fields, target, hidden_size=of.hidden, vocab_size=of.vocab_size)
-    usual = {"max_position_embeddings": of.max_positions, "vocab_size": of.vocab_size, "model_type": of.family}
-    return config_of(model_fields(fields, {**usual, "num_hidden_layers": 1}))
+        return target
+    refuse_sizes(fields, target_name, hidden_size=target.hidden, vocab_size=target.vocab_size)
+    usual = {"max_position_embeddings": target.max_positions, "vocab_size": target.vocab_size}
+    return config_of(model_fields(fields, {**usual, "model_type": target.family, "num_hidden_layers": 1}))
 
 
 def promised_modules(fields: Fields) -> int:
@@ -189,9 +189,9 @@ def read_package(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     return replace(files.without(*TRAINING).renamed(PACKAGE.names_in(QWEN)), config=config)
 
 
-def converted_modules(fields: Fields, _stored: Collection[str], of: ModelConfig, target: str) -> MtpTensors:
+def converted_modules(fields: Fields, _stored: Collection[str], target: ModelConfig, target_name: str) -> MtpTensors:
     """The tensors of the modules that these fields describe, with the names of Qwen3-Next."""
-    count, config = promised_modules(fields) or 1, module_config(fields, of, target)
+    count, config = promised_modules(fields) or 1, module_config(fields, target, target_name)
     config = replace(config, layers=count, windows=config.windows[-1:] * count, tied=False, experts=None)
     return MtpTensors(config, QWEN, 0, config.vocab_size)
 

@@ -53,21 +53,21 @@ class MtpStudent(DraftedStudent):
         A portable module norms queries and keys, as those of `speculators` do.
         """
         sizes.only(cls.kind, "mlp", "portable", "draft_vocab")
-        of, num_ids = target.config, sizes.draft_vocab
-        check_most("draft_vocab", num_ids or 1, of.vocab_size)
+        target_config, num_ids = target.config, sizes.draft_vocab
+        check_most("draft_vocab", num_ids or 1, target_config.vocab_size)
         values = {
             "model_type": "qwen3" if sizes.portable else "llama",
             COUNT_KEYS[-1]: 1,
-            "vocab_size": of.vocab_size,
+            "vocab_size": target_config.vocab_size,
             **layer_values(target, 1, sizes.mlp),
             **({} if num_ids is None else {DRAFT_VOCAB: num_ids}),
         }
         config = config_of(Fields(Path("the module's config.json"), values))
-        weights = drawn_weights(MtpTensors(config, QWEN, of.layers, of.vocab_size).shapes(), seed)
+        weights = drawn_weights(MtpTensors(config, QWEN, target_config.layers, target_config.vocab_size).shapes(), seed)
         tables = TargetTables.of(target)
         gain = tables.norm.cpu()
         weights[QWEN.norm] = gain
-        weights[QWEN.projection][:, of.hidden :] = torch.diag(1 / safe(gain))
+        weights[QWEN.projection][:, target_config.hidden :] = torch.diag(1 / safe(gain))
         return cls.untrained(target, values, weights, tables=tables, config=config)
 
     @torch.no_grad()

@@ -162,8 +162,8 @@ class GpuBackend:
         """
         if self.placement.graphs:
             dense = [layer.mlp.dense for layer in parts.layers if layer.mlp.dense is not None]
-            linears = [of for layer in parts.layers for of in (layer.attention.qkv, layer.attention.out)]
-            linears += [of for mlp in dense for of in (mlp.gate_up, mlp.down)]
+            linears = [linear for layer in parts.layers for linear in (layer.attention.qkv, layer.attention.out)]
+            linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
             choose_tiles([*linears, parts.head], self.placement.device, parts.embedding.dtype)
         return FixedExecutor(parts, ops_for(self.placement.device))
 
