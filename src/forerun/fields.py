@@ -20,7 +20,7 @@ from forerun.limits import shown
 T = TypeVar("T")
 INT32 = 2**31 - 1
 SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: these and their reciprocals fit into a float32
-AGAIN = "correct it or download the file again"
+FIX = "correct it or download the file again"
 WRONG_FILES = {  # the first bytes of a wrong file: what it is, and what to do
     b"version https://git-lfs": "is a pointer of Git LFS and not the file itself: run `git lfs pull` in its folder",
     b"<": "is a web page and not the file itself: download the file (`hf download owner/name FILE`)",
@@ -64,14 +64,14 @@ class Fields:
         """A whole number from `least` to `most`."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.refuse(key, f"it must be a whole number, at least {least} and at most {most}: {AGAIN}")
+            raise self.refuse(key, f"it must be a whole number, at least {least} and at most {most}: {FIX}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0 that a float32 can hold."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not SMALLEST <= value <= LARGEST:
-            raise self.refuse(key, f"it must be a number above 0, from {SMALLEST} to {LARGEST}: {AGAIN}")
+            raise self.refuse(key, f"it must be a number above 0, from {SMALLEST} to {LARGEST}: {FIX}")
         return float(value)
 
     def optional(self, key: str) -> float | None:
@@ -90,7 +90,7 @@ class Fields:
         """A list of texts; empty if the key is missing."""
         names: list[str] = self._of_type(key, [], list, "a list of texts")
         if not all(isinstance(name, str) for name in names):
-            raise self.refuse(key, f"it must be a list of texts: {AGAIN}")
+            raise self.refuse(key, f"it must be a list of texts: {FIX}")
         return names
 
     def inside(self, key: str) -> Fields:
@@ -104,7 +104,7 @@ class Fields:
     def _of_type(self, key: str, default: T, kind: Any, what: str) -> T:
         value: T = self._value(key, default)
         if not isinstance(value, kind):
-            raise self.refuse(key, f"it must be {what}: {AGAIN}")
+            raise self.refuse(key, f"it must be {what}: {FIX}")
         return value
 
 

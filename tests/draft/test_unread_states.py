@@ -15,7 +15,7 @@ def test_unread_states_are_copied_after_their_round() -> None:
     pieces = states.of([Read(7, tokens)])
     assert torch.equal(torch.cat(pieces), rounds[:, 2:4].flatten(0, 1))
     assert [piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces] == [True] * 4 + [False]
-    states.end(7)
+    states.retire(7)
     (ended,) = states.ended
     assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in ended.pieces)
     assert states.num_bytes == sum(piece.nbytes for piece in ended.pieces)

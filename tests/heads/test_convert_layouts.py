@@ -107,7 +107,7 @@ def test_medusas_state_dict_is_read_and_written(prefix: str, heads: Path, tmp_pa
     assert (config["medusa_num_heads"], config["hidden_size"], config["vocab_size"]) == (3, 64, 512)
     assert counts(made.draft) == counts(f"medusa:{heads}")
     back = convert(str(tmp_path / "out"), "medusa-pt", tmp_path / "back")
-    assert not back.written.is_run
+    assert not back.written.is_runnable
     stored = torch.load(tmp_path / "back" / "medusa_lm_head.pt", weights_only=True)
     assert stored.keys() == load_file(heads / "model.safetensors").keys()
 

@@ -68,5 +68,5 @@ def facts(made: Converted) -> Iterator[tuple[str, str]]:
     yield "from", f"{made.source} ({made.read.format})"
     yield "to", f"{made.folder} ({made.written.format})"
     yield "weights", f"{made.num_tensors} tensors, {made.num_bytes / 1e6:.1f} MB, bit for bit equal"
-    if made.written.is_run:
+    if made.written.is_runnable:
         yield "use it with", f"--draft {shlex.quote(made.draft)}"

@@ -21,7 +21,7 @@ from forerun.errors import InvalidRequest, UnsupportedModel
 from forerun.heads.blueprint import HeadParts
 from forerun.heads.folder import find_heads
 from forerun.heads.kinds import HEADS, SPECULATORS
-from forerun.heads.layouts import FETCHED, KEPT, PICKLES, DraftFiles, DraftLayout, DraftMethod, TargetFacts
+from forerun.heads.layouts import FETCHED, PICKLES, TARGET_KEY, DraftFiles, DraftLayout, DraftMethod, TargetFacts
 from forerun.store import names_in, save_json, save_pickle, save_tensors, whole_folder, writable
 
 LAYOUTS = tuple(layout for kind in HEADS for layout in HeadParts.of(kind).layouts)
@@ -54,7 +54,7 @@ class Converted:
             "to": {"format": self.written.format, "folder": str(self.folder)},
             "tensors": self.num_tensors,
             "bytes": self.num_bytes,
-            "draft": self.draft if self.written.is_run else None,
+            "draft": self.draft if self.written.is_runnable else None,
         }
 
 
@@ -74,8 +74,8 @@ def convert(source: str, to: str, out: Path, model: str | None = None, force: bo
     if target is not None and target.folder is not None and out.resolve() == target.folder.resolve():
         raise InvalidRequest("out", f"{out} is the folder of the model: name another folder.")
     files = layout.read(source_files, target)
-    if source_files.config.get(KEPT) is not None:
-        files = replace(files, config={**files.config, KEPT: source_files.config[KEPT]})
+    if source_files.config.get(TARGET_KEY) is not None:
+        files = replace(files, config={**files.config, TARGET_KEY: source_files.config[TARGET_KEY]})
     layout.method.meaning(files, target)
     files = written_as.complete(files, target)
     written = written_as.write(files, target)

@@ -35,7 +35,7 @@ from forerun.models.weights import BUFFERS, Checkpoint
 
 OWN_EMBEDDING = "embed_tokens.weight"  # a drafter's own embedding
 OTHER_WEIGHTS = (".bin", ".pt", ".safetensors")  # endings of files with published heads
-WANTED = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
+FIX = f"name the folder that forerun train wrote, or a hub id as owner/name; bundled are {BUNDLED_HEAD_NAMES}"
 
 
 @runtime_checkable
@@ -174,7 +174,7 @@ def find_of_kind(name: str, kind: str) -> Path:
         draft = stored_kind if key is None else f"{stored_kind}:{fields.values[key]}"
         raise ModelNotFound(f"{name} is a drafter of another kind than {kind}: write {draft}:{name}")
     if needed is not None and fields.values.get(needed) is None:
-        raise ModelNotFound(f"{folder} is not a drafter of the kind {kind}: its config.json has no {needed}: {WANTED}")
+        raise ModelNotFound(f"{folder} is not a drafter of the kind {kind}: its config.json has no {needed}: {FIX}")
     return folder
 
 
@@ -191,11 +191,11 @@ def find_heads(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     if not exists and name in BUNDLED_HEADS:
         return BUNDLED_HEADS[name]
     if not exists and name in BUNDLED:
-        raise ModelNotFound(f"{name} is a model, not heads: use it as model:{name}; for heads {WANTED}")
+        raise ModelNotFound(f"{name} is a model, not heads: use it as model:{name}; for heads {FIX}")
     if not exists and "/" not in name:
         near = [each for each in similar_names(name, BUNDLED_HEADS) if each not in BUNDLED]
         hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
-        raise ModelNotFound(f"there is no folder {name}: {hint}{WANTED}")
+        raise ModelNotFound(f"there is no folder {name}: {hint}{FIX}")
     return find_folder(name, None, files, "config.json", BUNDLED_HEADS)
 
 

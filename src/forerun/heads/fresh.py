@@ -86,13 +86,13 @@ def drawn_weights(shapes: Shapes, seed: int, num_layers: int | None = None) -> d
 
     With `num_layers`, matrices that add to the residual stream are scaled down by sqrt(2 num_layers).
     """
-    dice, weights = torch.Generator().manual_seed(seed), {}
+    generator, weights = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():
         if len(shape) == 1:
             weights[name] = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
             continue
         spread = SPREAD / math.sqrt(2 * num_layers) if num_layers and name.endswith(ADDING) else SPREAD
-        weights[name] = torch.randn(shape, generator=dice) * spread
+        weights[name] = torch.randn(shape, generator=generator) * spread
     return weights
 
 

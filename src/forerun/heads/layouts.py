@@ -29,17 +29,17 @@ from forerun.heads.vocabulary import MASK, OFFSETS, ids_of
 from forerun.models.config import MOST_LAYERS, ModelConfig, config_of, read_config
 from forerun.models.projections import EMBEDDING, HEAD
 from forerun.models.source import TOKENIZER_FILES, find_checkpoint
-from forerun.models.stored import AGAIN, read_header
+from forerun.models.stored import DOWNLOAD, read_header
 from forerun.models.weights import BUFFERS, Checkpoint, read_headers
 
 FETCHED = ("*.safetensors", "*.bin", "*.pt", *TOKENIZER_FILES)
-ALONE = "medusa_lm_head.safetensors"
+MEDUSA_FILE = "medusa_lm_head.safetensors"
 PICKLES = ("medusa_lm_head.pt", "pytorch_model.bin")
-FILES = ("model.safetensors", "model.safetensors.index.json", ALONE, *PICKLES)
+FILES = ("model.safetensors", "model.safetensors.index.json", MEDUSA_FILE, *PICKLES)
 LAYER_CONFIG = "transformer_layer_config"
 VERSION = "0.9.0"  # the version of speculators whose layout is written
-KEPT = "speculators_config"  # copied by conversions: the target's name, and how many tokens to draft
-FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", KEPT)
+TARGET_KEY = "speculators_config"  # copied by conversions: the target's name, and how many tokens to draft
+FORMAT_KEYS = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", TARGET_KEY)
 VERSION_KEY = "speculators_version"
 TRAINING = ("verifier_lm_head.weight", "verifier_norm.weight")  # tensors of the target, used in training only
 INFERRED = "its own config.json"  # in place of the target's name in error messages
@@ -202,7 +202,7 @@ class DraftLayout:
     """How a format stores a method. `fits` recognizes a folder; `sign` says how, in error messages.
 
     `complete` adds the tensors that the format needs beyond those of the method. `file` is the file of the weights:
-    safetensors or, with another ending, a torch pickle. `is_run`: whether `--draft` accepts such a folder.
+    safetensors or, with another ending, a torch pickle. `is_runnable`: whether `--draft` accepts such a folder.
     """
 
     format: str
@@ -213,12 +213,12 @@ class DraftLayout:
     write: ChangeFiles = unchanged
     complete: ChangeFiles = unchanged
     file: str = "model.safetensors"
-    is_run: bool = True
+    is_runnable: bool = True
 
 
 def read_safetensors(folder: Path, file: str) -> dict[str, Tensor]:
     """The tensors of a folder, in their stored dtypes."""
-    stored = read_header(folder / file) if file == ALONE else read_headers(folder)
+    stored = read_header(folder / file) if file == MEDUSA_FILE else read_headers(folder)
     return {name: entry.read() for name, entry in stored.items()}
 
 
@@ -236,7 +236,7 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
             "the weights as safetensors, or as a state dict"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise MissingWeights(f"{path} is damaged or incomplete ({short(error).splitlines()[0]}): {AGAIN}") from error
+        raise MissingWeights(f"{path} is damaged or incomplete ({short(error).splitlines()[0]}): {DOWNLOAD}") from error
     if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
         raise UnsupportedModel(f"{path} is not a state dict: it must have tensors by their names and nothing else")
     return {str(name): tensor.contiguous() for name, tensor in value.items()}
@@ -249,7 +249,7 @@ def package_config(
 
     The description of the target is that of the source, unless a target is given.
     """
-    kept = fields.inside(KEPT).values
+    kept = fields.inside(TARGET_KEY).values
     verifier = kept.get("verifier", {"name_or_path": None, "architectures": []})
     if target is not None:
         verifier = {"name_or_path": target.name, "architectures": target.architectures}
@@ -260,7 +260,7 @@ def package_config(
         "algorithm": kind,
         "verifier": verifier,
     }
-    signs = {SPECULATORS: kind, VERSION_KEY: VERSION, KEPT: around}
+    signs = {SPECULATORS: kind, VERSION_KEY: VERSION, TARGET_KEY: around}
     return {**signs, **values, "tie_word_embeddings": False, "dtype": number_format(fields)}
 
 

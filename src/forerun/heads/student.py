@@ -105,13 +105,13 @@ class TextBatch:
         counted: Tensor = (places >= starts[:, None]) & (places + ahead < stops[:, None])
         return counted
 
-    def some_roots(self, one_in: int, dice: torch.Generator) -> Int[Tensor, "batch roots"]:
+    def some_roots(self, one_in: int, generator: torch.Generator) -> Int[Tensor, "batch roots"]:
         """Random roots of each text, sorted, as many as one in `one_in` positions.
 
         A text with too few roots gets other positions too.
         """
         places = self.roots
-        order = torch.rand(places.shape, generator=dice) + ~self.inside(places.cpu())
+        order = torch.rand(places.shape, generator=generator) + ~self.inside(places.cpu())
         count = -(-places.shape[1] // one_in)
         return places[0, 0] + order.argsort(1)[:, :count].sort(1).values.to(places.device)
 
@@ -176,12 +176,12 @@ class Student(ABC):
         """Initialize weights by a closed-form solution on `fitted_answers` answers, before the first step."""
 
     @abstractmethod
-    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+    def predict(self, batch: TextBatch, generator: torch.Generator | None) -> Predictions:
         """The logits with gradients, as a drafter would compute them from the same tokens and states.
 
         A drafter knows the text up to the root, and the target's states before the root, which the target has not read
-        yet. So a network may use the state at the root only if its drafter computes this state itself. Without `dice`
-        all of `TextBatch.roots` are roots; with `dice` a kind may sample some of them.
+        yet. So a network may use the state at the root only if its drafter computes this state itself. Without a
+        `generator` all of `TextBatch.roots` are roots; with it a kind may sample some of them.
         """
 
     def target_logits(self, last: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places ids"] | None:

@@ -157,7 +157,7 @@ class StackStudent(Student):
     def logits(self, states: Float[Tensor, "batch places hidden"]) -> Float[Tensor, "batch places vocab"]:
         """The logits of the output layer, from normed states."""
 
-    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+    def predict(self, batch: TextBatch, generator: torch.Generator | None) -> Predictions:
         x = self.stack(self.inputs(batch))
         return Predictions([self.logits(self.stack.normed(x[:, batch.first_root :], FINAL_NORM))], batch.roots)
 
@@ -197,13 +197,13 @@ class DraftedStudent(TableStudent):
         """The logits of the next token, from the states of a step."""
         return self.tables.head(states)
 
-    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
-        """The logits of all steps. With `dice`, roots are sampled so that each token is predicted about once.
+    def predict(self, batch: TextBatch, generator: torch.Generator | None) -> Predictions:
+        """The logits of all steps. With `generator`, roots are sampled so that each token is predicted about once.
 
         A text's first token has no state before it: if it is the root, the state is 0.
         """
         num_steps = len(self.depth_weights)
-        roots = batch.roots if dice is None else batch.some_roots(num_steps, dice)
+        roots = batch.roots if generator is None else batch.some_roots(num_steps, generator)
         tokens, states = functional.pad(batch.tokens, (0, num_steps)), self.inputs(batch)
         places, rows = (roots - 1).clamp(min=0), torch.arange(len(states), device=states.device)[:, None]
         logits, past = [], list[KeysAndValues]()

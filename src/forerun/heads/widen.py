@@ -92,9 +92,9 @@ def write(drafter: WideDrafter, plan: Plan, folder: Path, origin: Mapping[str, A
     with writable(folder), whole_folder(folder) as part:
         source = drafter.folder.path
         checkpoint = Checkpoint(source, plan.wide.dtype)
-        dice = torch.Generator().manual_seed(plan.seed)
+        generator = torch.Generator().manual_seed(plan.seed)
         tensors = {
-            name: widened(drafter, plan, name, checkpoint.take(name, shape), dice)
+            name: widened(drafter, plan, name, checkpoint.take(name, shape), generator)
             for name, shape in drafter.narrow.items()
         }
         if OFFSETS in checkpoint.stored:  # ids do not change
@@ -115,7 +115,7 @@ def count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def widened(drafter: WideDrafter, plan: Plan, name: str, source: Tensor, dice: torch.Generator) -> Tensor:
+def widened(drafter: WideDrafter, plan: Plan, name: str, source: Tensor, generator: torch.Generator) -> Tensor:
     """A widened tensor: the source's values in the old channels, and zeros or random weights in the new ones.
 
     Only weights that read channels which are always 0 are random.
@@ -124,7 +124,7 @@ def widened(drafter: WideDrafter, plan: Plan, name: str, source: Tensor, dice: t
     is_norm = source.dim() == 1 and "norm" in name and not name.endswith(HEAD_NORMS)
     if is_norm or (drafter.qk_norm and name.endswith(HEAD_NORMED)):
         source = shrunk(source, plan)
-    tensor = unused_weights(source, shape, name.endswith((*drafter.writers, OWN_EMBEDDING)), dice)
+    tensor = unused_weights(source, shape, name.endswith((*drafter.writers, OWN_EMBEDDING)), generator)
     reads = is_norm or name.endswith(drafter.readers) or (source.dim() == 2 and not name.endswith(drafter.inner))
     size = hidden if reads else source.shape[-1]
     for i, part in enumerate(source.split(size, dim=-1)):

@@ -184,9 +184,9 @@ def times_key(backend: BackendKind, outputs: int, inputs: int) -> str:
 
 def measure(backends: Sequence[BackendKind], outputs: int, inputs: int) -> MeasuredTimes:
     """The shortest seconds of a layer of this size by backend, for each of ROWS; backends are measured in turn."""
-    dice = torch.Generator().manual_seed(0)
-    weight = torch.randn(outputs, inputs, generator=dice) * inputs**-0.5
-    x = torch.randn(max(ROWS), inputs, generator=dice)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+    x = torch.randn(max(ROWS), inputs, generator=generator)
     layers = {each: [make_layer(each, weight) for _ in range(COPIES)] for each in backends}
     shortest = {backend: [math.inf] * len(ROWS) for backend in backends}
     for _ in range(TURNS):

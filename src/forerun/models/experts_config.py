@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forerun.fields import AGAIN, INT32, Fields, is_list_of_whole
+from forerun.fields import FIX, INT32, Fields, is_list_of_whole
 from forerun.models.families import ExpertNames, MoeForm
 
 MOST_EXPERTS = 10_000  # of a layer; more are taken for a damaged config.json
@@ -72,7 +72,7 @@ def sparse_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     dense = fields.values.get("mlp_only_layers")
     dense = [] if dense is None else dense
     if not is_list_of_whole(dense, -INT32):
-        raise fields.refuse("mlp_only_layers", f"it must be a list of layers: {AGAIN}")
+        raise fields.refuse("mlp_only_layers", f"it must be a list of layers: {FIX}")
     step, left_out = fields.whole("decoder_sparse_step", 1), set(dense)
     return tuple(i for i in range(layers) if (i + 1) % step == 0 and i not in left_out)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.fields import AGAIN, Fields
+from forerun.fields import FIX, Fields
 from forerun.limits import shown
 from forerun.models.families import Family, RotaryLayers
 
@@ -82,7 +82,7 @@ def read_rope(fields: Fields, family: Family, positions: int, width: int, layer_
     if kind == "default":
         return RopeConfig(theta, original_max_positions=original, query_beta=beta or 0.0)
     if theta <= 1:  # scalings divide by its logarithm
-        raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {AGAIN}")
+        raise (rope if "rope_theta" in values else fields).refuse("rope_theta", f"it must exceed 1: {FIX}")
     scaling = read_scaling(kind, theta, rope, fields, positions, width)
     original = scaling.original_max_positions or original
     return replace(scaling, original_max_positions=original, query_beta=beta or 0.0)
@@ -115,7 +115,7 @@ def read_scaling(kind: str, theta: float, rope: Fields, fields: Fields, position
         long_factors=read_factors(rope, "long_factor", width) if kind == "longrope" else (),
     )
     if kind == "longrope" and original == 1 and scaling.factor > 1 and scaling.attention_factor is None:
-        raise rope.refuse("original_max_position_embeddings", f"longrope divides by its logarithm: {AGAIN}")
+        raise rope.refuse("original_max_position_embeddings", f"longrope divides by its logarithm: {FIX}")
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise rope.refuse("high_freq_factor", f"it must exceed low_freq_factor, {scaling.low_freq_factor}")
     return scaling
@@ -126,7 +126,7 @@ def read_factors(rope: Fields, key: str, width: int) -> tuple[float, ...]:
     factors: Any = rope.values.get(key)
     usable = isinstance(factors, list) and len(factors) == width // 2
     if not usable or not all(isinstance(f, int | float) and not isinstance(f, bool) and f > 0 for f in factors):
-        raise rope.refuse(key, f"it must be {width // 2} numbers above 0, one for each frequency: {AGAIN}")
+        raise rope.refuse(key, f"it must be {width // 2} numbers above 0, one for each frequency: {FIX}")
     return tuple(map(float, factors))
 
 
@@ -147,7 +147,7 @@ def listed_rotary_layers(fields: Fields, layers: int) -> list[bool]:
     listed = fields.values.get("no_rope_layers")
     listed = [(i + 1) % interval != 0 for i in range(layers)] if listed is None else listed
     if not isinstance(listed, list) or len(listed) != layers or not all(each in (0, 1) for each in listed):
-        raise fields.refuse("no_rope_layers", f"it must give 0 or 1 for {layers} layers: {AGAIN}")
+        raise fields.refuse("no_rope_layers", f"it must give 0 or 1 for {layers} layers: {FIX}")
     return [bool(each) for each in listed]
 
 
@@ -162,5 +162,5 @@ def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
     share = family.rotary_share or 1.0 if share is None else share
     width = int(head_dim * share) if isinstance(share, int | float) and not isinstance(share, bool) else 0
     if not 2 <= width <= head_dim or width % 2:
-        raise rope.refuse(key, f"times head_dim, {head_dim}, it must give an even width: {AGAIN}")
+        raise rope.refuse(key, f"times head_dim, {head_dim}, it must give an even width: {FIX}")
     return 0 if width == head_dim else width

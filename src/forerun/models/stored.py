@@ -14,8 +14,8 @@ from torch import Tensor
 from forerun.errors import MissingWeights
 from forerun.fields import mistaken, short
 
-PLAIN = ("F64", "F32", "F16", "BF16")  # formats that are not quantized
-AGAIN = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
+UNQUANTIZED = ("F64", "F32", "F16", "BF16")  # formats
+DOWNLOAD = "download it again (`hf download owner/name FILE`; in a git clone, `git lfs pull`)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class StoredTensor:
     @property
     def readable(self) -> bool:
         """Whether the numbers are the values themselves, without scales in another tensor."""
-        return self.format in PLAIN
+        return self.format in UNQUANTIZED
 
     def read(self) -> Tensor:
         """Read the tensor. Raises MissingWeights."""
@@ -57,7 +57,7 @@ class StoredTensor:
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name. Raises MissingWeights."""
     if not file.exists():
-        raise MissingWeights(f"{file} is missing: {AGAIN}")
+        raise MissingWeights(f"{file} is missing: {DOWNLOAD}")
     tensors: dict[str, StoredTensor] = {}
     with opened(file) as shard:
         for name in shard.keys():  # noqa: SIM118 (the handle is no mapping)
@@ -71,11 +71,11 @@ def opened(file: Path) -> Iterator[Any]:
     """An open safetensors file. Raises MissingWeights if it is missing or damaged, also inside the block."""
     try:
         if not file.is_file():
-            raise MissingWeights(f"{file} is not a file: {AGAIN}")
+            raise MissingWeights(f"{file} is not a file: {DOWNLOAD}")
         with safe_open(file, framework="pt") as handle:
             yield handle
     except SafetensorError as error:
-        problem = f"is damaged or incomplete ({file.stat().st_size} bytes; {short(error)}): {AGAIN}"
+        problem = f"is damaged or incomplete ({file.stat().st_size} bytes; {short(error)}): {DOWNLOAD}"
         if any("\udc80" <= letter <= "\udcff" for letter in str(file)):
             problem = "has a name that is not UTF-8, and safetensors does not open it: rename it, or its folder"
         raise MissingWeights(f"{file} {mistaken(file) or problem}") from error

@@ -29,10 +29,10 @@ from forerun.models.projections import EMBEDDING, HEAD, expected_tensors, layer_
 from forerun.models.quantized.layouts import quantized_tensors
 from forerun.models.quantized.scheme import read_scheme
 from forerun.models.quantized.tensors import QuantizedTensor
-from forerun.models.stored import AGAIN, PLAIN, StoredTensor, read_header
+from forerun.models.stored import DOWNLOAD, UNQUANTIZED, StoredTensor, read_header
 
 MOST_SHARDS = 10_000  # larger numbers in file names are not believed
-WHOLE = ("I64", "I32", "I16", "U8")
+INTEGERS = ("I64", "I32", "I16", "U8")
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # tables of old checkpoints
 FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")  # without folders: files elsewhere are not the checkpoint's
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
@@ -132,7 +132,7 @@ class Checkpoint:
     def stored_groups(self, config: ModelConfig) -> StoredGroups | None:
         """The quantized weights of a model with this configuration; None if there are none."""
         size = float(self.dtype.itemsize)
-        quantized = [entry for entry in self.stored.values() if entry.format not in (*PLAIN, *WHOLE)]
+        quantized = [entry for entry in self.stored.values() if entry.format not in (*UNQUANTIZED, *INTEGERS)]
         kinds = Counter((bool(self.group_bytes(entry)), entry.format) for entry in quantized)
         layers = [entry for name, entry in self.stored.items() if name.startswith("model.layers.")]
         numbers = [math.prod(entry.shape) for entry in layers]
@@ -146,7 +146,7 @@ class Checkpoint:
     def take_ids(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of token ids as int64. Raises UnsupportedModel if there is none of this shape, or MissingWeights."""
         entry = self.stored.get(name)
-        if entry is None or entry.shape != shape or entry.format not in WHOLE:
+        if entry is None or entry.shape != shape or entry.format not in INTEGERS:
             finding = "is not there" if entry is None else f"is {entry.format} of shape {list(entry.shape)}"
             raise UnsupportedModel(f"{self.folder}: {name} {finding}; it must be integers of shape {list(shape)}")
         return entry.read().long()
@@ -189,13 +189,13 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     fields = read_fields(index, MissingWeights, MissingWeights)
     places = fields.inside("weight_map").values
     if not places or not all(isinstance(shard, str) and FILE_NAME.fullmatch(shard) for shard in places.values()):
-        raise fields.refuse("weight_map", f"it must give the name of a file in the folder for every tensor: {AGAIN}")
+        raise fields.refuse("weight_map", f"it must give the name of a file in the folder for every tensor: {DOWNLOAD}")
     require_files([folder / name for name in sorted(set(places.values()))])
     shards = {name: read_header(folder / name) for name in sorted(set(places.values()))}
     for name, shard in places.items():
         if name not in shards[shard]:
             raise MissingWeights(
-                f"{folder / shard} has no tensor {short(name)}, which {index.name} says it has: {AGAIN}"
+                f"{folder / shard} has no tensor {short(name)}, which {index.name} says it has: {DOWNLOAD}"
             )
     return {name: shards[shard][name] for name, shard in places.items()}
 
@@ -221,7 +221,7 @@ def require_files(files: Sequence[Path]) -> None:
     if missing:
         others = f", and {len(missing) - 1} more of {len(files)} are too" if missing[1:] else ""
         cause = describe_unreadable(missing[0].parent, INTERRUPTED)
-        raise MissingWeights(f"{missing[0]} is missing{others}: {f'the folder {cause}' if cause else AGAIN}")
+        raise MissingWeights(f"{missing[0]} is missing{others}: {f'the folder {cause}' if cause else DOWNLOAD}")
 
 
 def with_llama_names(stored: Mapping[str, Stored]) -> dict[str, Stored]:

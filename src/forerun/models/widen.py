@@ -324,7 +324,9 @@ def split_into_shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> list
     return groups
 
 
-def widened(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dice: torch.Generator) -> Tensor:
+def widened(
+    plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor:
     """One tensor of the widened model: the source's values at the lowest indices, elsewhere zeros or unused weights."""
     config, layer = plan.source.config, LAYER.fullmatch(name)
     number = int(layer[1]) if layer else 0
@@ -333,11 +335,11 @@ def widened(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...
     source_name = f"model.layers.{origin.layer}.{part.name if part else layer[2]}" if layer else name
     source_shape = cached_shapes(config).get(source_name)
     if source_shape is None:  # a router, which a dense source lacks; its logits get a standard deviation of 1
-        return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=dice).to(plan.wide.dtype)
+        return torch.empty(shape).normal_(0, config.hidden**-0.5, generator=generator).to(plan.wide.dtype)
     source = checkpoint.take(source_name, source_shape)
     if name.endswith(STREAM_NORMS) or (config.qk_norm and name.endswith(HEAD_NORMED)):
         source = shrunk(source, plan)
-    tensor = unused_weights(source, shape, name.endswith(WRITERS), dice)
+    tensor = unused_weights(source, shape, name.endswith(WRITERS), generator)
     if name == EMBEDDING:
         tensor[:, config.hidden :] = 0
     if origin.real:
@@ -348,13 +350,13 @@ def widened(plan: Plan, checkpoint: Checkpoint, name: str, shape: tuple[int, ...
     return tensor
 
 
-def unused_weights(source: Tensor, shape: Sequence[int], writes: bool, dice: torch.Generator) -> Tensor:
+def unused_weights(source: Tensor, shape: Sequence[int], writes: bool, generator: torch.Generator) -> Tensor:
     """A tensor of this shape whose weights have no effect: zeros if it `writes` to the residual stream, else random
     weights as large as the source's."""
     if writes:
         return source.new_zeros(shape)
     mean, std = source.float().mean().item(), source.float().std(correction=0).item()
-    return source.new_empty(shape).normal_(mean, std, generator=dice)
+    return source.new_empty(shape).normal_(mean, std, generator=generator)
 
 
 def shrunk(source: Tensor, plan: Plan) -> Tensor:

@@ -94,8 +94,8 @@ class ExpertPart:
 
     def places(self, source: int, wide: int, layer: int, seed: int) -> Int[Tensor, " neurons"]:
         """The positions of the source's neurons among this expert's `wide` neurons."""
-        dice = torch.Generator().manual_seed(((seed * 10_007 + layer) * 10_007 + self.expert) % 2**63)
-        return torch.randperm(wide, generator=dice)[:source]
+        generator = torch.Generator().manual_seed(((seed * 10_007 + layer) * 10_007 + self.expert) % 2**63)
+        return torch.randperm(wide, generator=generator)[:source]
 
 
 @cache

@@ -184,8 +184,8 @@ class AnswerSource:
                     self.cache.save(number, texts)
             self.group = number, texts
         turn, start = divmod(place, group_steps)
-        dice = torch.Generator().manual_seed(mix((self.settings.seed, ORDER, number, turn)) % SEEDS)
-        order = torch.randperm(len(self.group[1]), generator=dice) if turn else torch.arange(len(self.group[1]))
+        generator = torch.Generator().manual_seed(mix((self.settings.seed, ORDER, number, turn)) % SEEDS)
+        order = torch.randperm(len(self.group[1]), generator=generator) if turn else torch.arange(len(self.group[1]))
         return [self.group[1][int(i)] for i in order[start * batch : (start + 1) * batch]]
 
     def held_out(self, progress: ProgressCallback) -> Sequence[TargetText]:
@@ -196,8 +196,8 @@ class AnswerSource:
     def prompt(self, number: int) -> PromptIds:
         """The prompt of answer `number`."""
         epoch, place = divmod(number, len(self.data.train))
-        dice = torch.Generator().manual_seed(mix((self.settings.seed, epoch)) % SEEDS)
-        return self.data.train[int(torch.randperm(len(self.data.train), generator=dice)[place])]
+        generator = torch.Generator().manual_seed(mix((self.settings.seed, epoch)) % SEEDS)
+        return self.data.train[int(torch.randperm(len(self.data.train), generator=generator)[place])]
 
     def generate(
         self, prompts: Sequence[PromptIds], purpose: int, numbers: Sequence[int], progress: ProgressCallback

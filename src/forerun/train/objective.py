@@ -200,10 +200,10 @@ class Objective:
         return places[tokens]
 
     def loss(
-        self, student: Student, batch: TextBatch, dice: torch.Generator, name: str
+        self, student: Student, batch: TextBatch, generator: torch.Generator, name: str
     ) -> tuple[Float[Tensor, ""], StepFigures]:
         """The weighted mean loss, with gradients, and the figures of the step."""
-        predictions = student.predict(batch, dice)
+        predictions = student.predict(batch, generator)
         depths = list(self.depths(student, predictions, batch, is_exact=False))
         weights = self.weights(student, depths)
         total = torch.stack([weight.sum() for weight in weights]).sum().clamp(min=1e-9)

@@ -139,12 +139,12 @@ class Trainer:
         texts = self.source.of_step(step, self.report)
         texts = [replace(text, num_prompt=1) for text in texts] if settings.whole else texts  # roots in prompts too
         student = self.student.at_depth_1() if share < settings.first_share else self.student
-        dice = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
+        generator = torch.Generator().manual_seed(mix((settings.seed, 2, step)) % SEEDS)
         sums = [(0.0, 0.0, 0.0, 0.0)]  # a process may have no part
         for part in self.parts(texts):
             batch, name = TextBatch.of(part), settings.loss_at(share)
             with torch.autocast(batch.last.device.type, torch.bfloat16, enabled=settings.bfloat16):
-                loss, figures = self.objective.loss(student, batch, dice, name)
+                loss, figures = self.objective.loss(student, batch, generator, name)
             if not math.isfinite(figures.loss):
                 raise TrainingDiverged(
                     f"the loss of step {step + 1} is {figures.loss}: train again with a lower --rate than "

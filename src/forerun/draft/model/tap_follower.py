@@ -71,7 +71,7 @@ class TapFollower(Follower):
                 states = committed.required_features(self.names[0])[end - count : end]
                 states = states.clone() if copied else states
                 self.states.add(seq_id, self.unread_text(seq_id), [states], in_round=several and not copied)
-        while not self.states.fits():
+        while not self.states.make_room():
             longest = self.states.longest()
             self.read_text([DraftRow(longest, (), NO_DRAFT)], [longest])
 
@@ -140,6 +140,6 @@ class TapFollower(Follower):
         if drafted.salt is None or length >= num_in_blocks:
             return
         if length % size == 0:
-            self.states.end(seq_id)
+            self.states.retire(seq_id)
         elif len(drafted.text) - length <= CHUNK_TOKENS:
             self.read_text([DraftRow(seq_id, (), NO_DRAFT)], [seq_id])

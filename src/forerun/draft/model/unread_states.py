@@ -51,7 +51,7 @@ class TextStates:
             return num_known
         return max(num_known, num_shared(self.tokens, tokens, len(tokens)))
 
-    def leave_round(self) -> None:
+    def copy_from_round(self) -> None:
         """Copy the last piece if it is a view, so that the states of the entire round can be freed."""
         if self.in_round:
             self.pieces[-1], self.in_round = self.pieces[-1].clone(), False
@@ -84,7 +84,7 @@ class UnreadStates:
     ) -> None:
         """Append pieces to a sequence's unread states; a sequence without any starts with `text`, which may grow."""
         states = self.waiting.setdefault(seq_id, text)
-        states.leave_round()
+        states.copy_from_round()
         states.pieces.extend(pieces)
         states.in_round = in_round
         self.num_bytes += sum(piece.nbytes for piece in pieces)
@@ -99,7 +99,7 @@ class UnreadStates:
         end = len(text.tokens)
         for other in (*self.ended, *self.waiting.values()):
             if other.covers(text.tokens, text.salt, text.first) == end:
-                other.leave_round()
+                other.copy_from_round()
                 self.add(seq_id, text, [*other.part(text.first, end)])
                 return True
         return False
@@ -128,12 +128,12 @@ class UnreadStates:
         if not text.pieces:
             del self.waiting[seq_id]
 
-    def end(self, seq_id: int) -> None:
+    def retire(self, seq_id: int) -> None:
         """Keep the states of a finished sequence for other texts with the same prefix."""
-        self.waiting[seq_id].leave_round()
+        self.waiting[seq_id].copy_from_round()
         self.ended.append(self.waiting.pop(seq_id))
 
-    def fits(self) -> bool:
+    def make_room(self) -> bool:
         """Drop the states of finished texts until the rest fits the limit; False if unread texts alone exceed it."""
         while self.num_bytes > UNREAD_BYTES and self.ended:
             self.num_bytes -= sum(piece.nbytes for piece in self.ended.popleft().pieces)

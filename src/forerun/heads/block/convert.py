@@ -55,10 +55,10 @@ KINDS: Mapping[str, dict[str, Any]] = {  # the fields of each type, with their d
 ARCHITECTURES = {"dflash": names.ARCHITECTURE, "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 COMMON = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}  # of all types
 IDS = "aux_hidden_state_layer_ids"
-AUTHORS = (names.INSIDE, names.TAP_IDS, names.MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
+AUTHORS = (names.NESTED, names.TAP_IDS, names.MASK_ID, "causal", "is_causal", "num_target_layers", "draft_vocab_size")
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
-AROUND = (
+PACKAGE_KEYS = (
     LAYER_CONFIG,
     SPECULATORS,
     VERSION_KEY,
@@ -90,9 +90,9 @@ def read_block_package(files: DraftFiles, target: TargetFacts | None) -> DraftFi
     stated = {key: value for key, value in files.config.items() if value is not None}
     values = COMMON | KINDS[str(stated[SPECULATORS])] | stated
     layer = {**fields.inside(LAYER_CONFIG).values, "model_type": "qwen3"}  # the only family of speculators' layers
-    config = layer | {key: value for key, value in values.items() if key not in (*AROUND, *CONVOLUTION_KEYS)}
+    config = layer | {key: value for key, value in values.items() if key not in (*PACKAGE_KEYS, *CONVOLUTION_KEYS)}
     config |= {"architectures": [names.ARCHITECTURE], "num_target_layers": num_layers}
-    config[names.INSIDE] = {
+    config[names.NESTED] = {
         names.TAP_IDS: [each - 1 for each in read_ids_of_layers(fields, num_layers)],
         "causal": read_causal(replace(fields, values=values), replace(fields, values=layer)),
         names.MASK_ID: stated.get(names.MASK_ID),
@@ -208,7 +208,7 @@ def check_written(tensors: BlockTensors, fields: Fields, target: TargetFacts) ->
         "draft_vocab_size": (selects and some_tokens, "speculators has selectors for heads over all tokens only"),
         "enable_confidence_head": (selects and c.confidence, "speculators has no confidence head next to a selector"),
     }
-    fields = replace(fields, values={**fields.values, **fields.inside(names.INSIDE).values})
+    fields = replace(fields, values={**fields.values, **fields.inside(names.NESTED).values})
     refuse_fields(fields, refused, f"convert it to another format, or train another one: {PORTABLE}")
 
 
@@ -234,7 +234,7 @@ LAYOUTS = (
         read_block_package,
         write_block_package,
         without_own_tables,
-        is_run=False,
+        is_runnable=False,
     ),
     DraftLayout("dflash", BLOCK, "fc.weight, hidden_norm.weight", is_block),
 )

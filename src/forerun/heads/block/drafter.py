@@ -48,7 +48,6 @@ from forerun.sampling.draws import Draws
 from forerun.sampling.winners import largest
 
 MASKED = -1  # the token of a masked position
-MapLogits = Callable[[Tensor], Tensor]  # maps logits over the head's ids to logits over the target's
 
 
 class BlockDecoder(Decoder):
@@ -135,7 +134,7 @@ class MarkovHead:
 
     before: Float[Tensor, "vocab rank"]
     after: Linear
-    target_logits: MapLogits
+    target_logits: Callable[[Tensor], Tensor]  # from logits over the head's ids
 
     def __call__(
         self, logits: Float[Tensor, "rows vocab"], states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, " rows"]
@@ -253,10 +252,11 @@ class BlockBlueprint(StateBlueprint):
         wide = replace(
             tensors, config=replace(tensors.config, layers=layers, taps=taps), target_hidden=plan.wide.hidden
         )
-        inside = {**self.folder.fields.inside(names.INSIDE).values, names.TAP_IDS: layer_ids(taps, plan.wide.layers)}
+        options = self.folder.fields.inside(names.NESTED).values
+        options = {**options, names.TAP_IDS: layer_ids(taps, plan.wide.layers)}
         shapes, writers = (tensors.shapes(), wide.shapes()), (names.MAP, names.MASK_EMBEDDING)
         return WideDrafter.of_layers(
-            self.folder, shapes, layers, {names.INSIDE: inside}, writers, inner=(*ADDING, *names.RANKED)
+            self.folder, shapes, layers, {names.NESTED: options}, writers, inner=(*ADDING, *names.RANKED)
         )
 
 

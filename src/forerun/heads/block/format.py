@@ -37,7 +37,7 @@ from forerun.models.projections import HEAD, Shapes, layer_tensors
 MOST_BLOCK = 64
 USUAL_BLOCK, USUAL_TOP_K = 16, 16  # defaults
 ARCHITECTURE = "DFlashDraftModel"
-INSIDE, TAP_IDS, MASK_ID = "dflash_config", "target_layer_ids", "mask_token_id"
+NESTED, TAP_IDS, MASK_ID = "dflash_config", "target_layer_ids", "mask_token_id"
 MAP, MAP_NORM, NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
 EMBEDDING, MASK_EMBEDDING = OWN_EMBEDDING, "mask_embedding"
 MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
@@ -160,7 +160,7 @@ class BlockTensors:
 def read_block(read: Fields, target: ModelConfig, target_name: str) -> BlockConfig:
     """The configuration in these fields, for this target. Raises UnsupportedModel."""
     usual = {"max_position_embeddings": target.max_positions, "model_type": "qwen3", "vocab_size": target.vocab_size}
-    fields = model_fields(replace(read, values={**read.values, **read.inside(INSIDE).values}), usual)
+    fields = model_fields(replace(read, values={**read.values, **read.inside(NESTED).values}), usual)
     for key, neutral in NEUTRAL.items():
         if fields.values.get(key) not in (None, neutral):
             raise fields.refuse(key, f"only {neutral!r} is supported: use another drafter")

@@ -80,10 +80,10 @@ class BlockStudent(TableStudent):
             most_depth=config.most_depth,
         )
 
-    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+    def predict(self, batch: TextBatch, generator: torch.Generator | None) -> Predictions:
         """The logits and confidences of all draft tokens of the blocks from these roots."""
         c = self.config
-        roots = batch.roots if dice is None else batch.some_roots(c.most_depth, dice)
+        roots = batch.roots if generator is None else batch.some_roots(c.most_depth, generator)
         most = -(-batch.places.shape[1] // c.most_depth)  # roots per pass, as in a training step, to bound memory
         states = torch.cat([self.states(batch, some) for some in roots.split(most, dim=1)], dim=1)
         padded = functional.pad(batch.tokens, (0, c.block_size))
@@ -91,7 +91,7 @@ class BlockStudent(TableStudent):
         logits, confidence = [], []
         for depth in range(c.most_depth):
             at_depth, before = states[:, :, c.first + depth], padded[rows, roots + depth]
-            logits.append(self.logits(at_depth, before, whole=dice is not None))
+            logits.append(self.logits(at_depth, before, whole=generator is not None))
             if c.confidence:
                 confidence.append(self.confidence(at_depth, before))
         return Predictions(logits, roots, confidence=confidence)
@@ -171,7 +171,7 @@ def values_of(target: Blueprint, sizes: StudentSizes) -> dict[str, Any]:
     return {
         "architectures": [names.ARCHITECTURE],
         "model_type": "qwen3",
-        names.INSIDE: {
+        names.NESTED: {
             names.TAP_IDS: layers,
             "block_size": block,
             "causal": not sizes.portable,

@@ -47,14 +47,14 @@ INPUT_NORM, STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"
 MAP, MAP_BIAS = "fc.weight", "fc.bias"
 ALL_NORM, TAP_NORM = "input_norm.weight", "fc_norm.{}.weight"  # of the states before they are mapped
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-TAP_IDS, INSIDE = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+TAP_IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 NORMED_RESIDUAL = "norm_before_residual"
 OPTIONS = (NORMED_RESIDUAL, "norm_before_fc", "fc_norm", "norm_output")
 MASK_TOKEN = "mask_token_id"
 USUAL_TAPS = 3  # vLLM's default
 KINDS = {"eagle3": "Eagle3Speculator", "peagle": "PEagleSpeculator"}  # types of speculators and their architectures
 # Fields that speculators stores outside of those of the layer.
-OUTSIDE = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
+PACKAGE_KEYS = ("draft_vocab_size", "target_hidden_size", TAP_IDS, MASK_TOKEN, *OPTIONS)
 MOST_TAPS = 16
 
 
@@ -157,7 +157,7 @@ def author_fields(fields: Fields) -> Fields:
         raise fields.refuse(MASK_TOKEN, "peagle needs it, and eagle3 must not have it: correct it")
     layer = dict(fields.inside(LAYER_CONFIG).values)
     layer.setdefault("model_type", "qwen3")  # the default of speculators
-    outside = {name: fields.values[name] for name in (*OUTSIDE, "dtype") if fields.values.get(name) is not None}
+    outside = {name: fields.values[name] for name in (*PACKAGE_KEYS, "dtype") if fields.values.get(name) is not None}
     return replace(fields, values=layer | outside)
 
 
@@ -189,7 +189,7 @@ def read_form(fields: Fields, num_layers: int) -> EagleForm:
 
 def read_taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The taps, each the index of the layer whose input it is; by default those that the authors choose."""
-    inside = fields.values.get(INSIDE)
+    inside = fields.values.get(NESTED)
     ids = fields.values.get(TAP_IDS, inside.get(TAP_IDS) if isinstance(inside, dict) else None)
     if ids is None:
         return usual_taps(num_layers)
@@ -216,7 +216,7 @@ def is_authors(files: DraftFiles, joined: bool) -> bool:
 def read_fused(files: DraftFiles, _target: TargetFacts | None) -> DraftFiles:
     """Convert an EAGLE-3 drafter of either form to the authors' form."""
     config = dict(author_fields(files.fields).values)
-    inside = config.pop(INSIDE, None)
+    inside = config.pop(NESTED, None)
     if isinstance(inside, dict) and inside.get(TAP_IDS) is not None:
         config.setdefault(TAP_IDS, inside[TAP_IDS])
     config["architectures"] = [ARCHITECTURE]
@@ -257,7 +257,7 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
     if fields.flag("qkv_bias"):
         raise fields.refuse("qkv_bias", "speculators cannot store it: convert the drafter to another format")
     mask_token, meaning = fields.values.get(MASK_TOKEN), EAGLE3.meaning(files, target)
-    layer, num_taps = package_layer(files.config, meaning.layers, *OUTSIDE, INSIDE), len(meaning.form.taps)
+    layer, num_taps = package_layer(files.config, meaning.layers, *PACKAGE_KEYS, NESTED), len(meaning.form.taps)
     kind = "eagle3" if mask_token is None else "peagle"
     values = {
         "architectures": [KINDS[kind]],
@@ -276,10 +276,10 @@ def write_speculators(files: DraftFiles, target: TargetFacts | None) -> DraftFil
 EAGLE3 = DraftMethod("EAGLE-3", "eagle", EagleTensors.of, infer_target("llama"))
 EAGLE1 = replace(EAGLE3, label="EAGLE-1 or EAGLE-2")
 IS_EAGLE3, IS_EAGLE1 = (partial(is_authors, joined=joined) for joined in (False, True))
-THEIRS = f"config.json with {SPECULATORS} eagle3 or peagle"
-OURS, FIRST = "fc.weight, norm.weight, midlayer.* or layers.0.*", "fc.weight, layers.0.*, no norm.weight"
+PACKAGE = f"config.json with {SPECULATORS} eagle3 or peagle"
+EAGLE3_SIGN, EAGLE1_SIGN = "fc.weight, norm.weight, midlayer.* or layers.0.*", "fc.weight, layers.0.*, no norm.weight"
 LAYOUTS = (
-    DraftLayout("speculators", EAGLE3, THEIRS, of_speculators(*KINDS), read_fused, write_speculators, self_contained),
-    DraftLayout("eagle", EAGLE3, OURS, IS_EAGLE3, read_fused),
-    DraftLayout("eagle", EAGLE1, FIRST, IS_EAGLE1, read_joined),
+    DraftLayout("speculators", EAGLE3, PACKAGE, of_speculators(*KINDS), read_fused, write_speculators, self_contained),
+    DraftLayout("eagle", EAGLE3, EAGLE3_SIGN, IS_EAGLE3, read_fused),
+    DraftLayout("eagle", EAGLE1, EAGLE1_SIGN, IS_EAGLE1, read_joined),
 )

@@ -133,7 +133,7 @@ LAYOUTS = (
         read_medusa,
         write_authors,
         file=PICKLE,
-        is_run=False,
+        is_runnable=False,
     ),
     DraftLayout(
         "medusa", MEDUSA, "config.json with medusa_num_heads", partial(holds_heads, is_pickle=False), read_medusa

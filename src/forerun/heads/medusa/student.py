@@ -96,7 +96,7 @@ class MedusaStudent(Student):
         between = [tokens[:, batch.first_root + i : length + i] for i in range(1 + head)]
         return torch.cat([states, *(self.tables.embedding[column] for column in between)], dim=2)
 
-    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+    def predict(self, batch: TextBatch, generator: torch.Generator | None) -> Predictions:
         c, predicted = self.config, []
         for head in range(c.num_heads):
             x = self.inputs(batch, head)
@@ -123,13 +123,13 @@ class JointMedusaStudent(MedusaStudent):
     @classmethod
     def of(cls, heads: MedusaStudent, target: Blueprint, seed: int) -> JointMedusaStudent:
         """The heads with untrained adapters of the target. Raises UnsupportedModel for a target that is not dense."""
-        dice, adapters = torch.Generator().manual_seed(seed), {}
+        generator, adapters = torch.Generator().manual_seed(seed), {}
         fixed = target_weights(target)
         for name, tensor in fixed.items():
             if name.removesuffix(".weight").endswith(PROJECTIONS):
                 outputs, inputs = tensor.shape
                 rank = min(RANK, outputs, inputs)
-                adapters[INTO.format(name)] = torch.randn(rank, inputs, generator=dice) / inputs**0.5
+                adapters[INTO.format(name)] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
                 adapters[OUT_OF.format(name)] = torch.zeros(outputs, rank)
         device = target.placement.device
         of_heads = {each.name: getattr(heads, each.name) for each in fields(heads)}
@@ -142,12 +142,12 @@ class JointMedusaStudent(MedusaStudent):
         """As for the heads, with the rank of the adapters."""
         return {**super().description, "tuned_rank": RANK}
 
-    def predict(self, batch: TextBatch, dice: torch.Generator | None) -> Predictions:
+    def predict(self, batch: TextBatch, generator: torch.Generator | None) -> Predictions:
         """The logits of every head after every root, and those of the tuned target."""
         weights = merged(self.layers.weights, self.weights)
         stack = replace(self.layers, weights=weights)
         states = stack.normed(stack(functional.embedding(batch.read, weights[EMBEDDING])), FINAL_NORM)
-        predicted = super().predict(replace(batch, taps=states[:, :, None]), dice)
+        predicted = super().predict(replace(batch, taps=states[:, :, None]), generator)
         head = weights[EMBEDDING if stack.config.tied else HEAD]
         return replace(predicted, target=functional.linear(states[:, batch.first_root :], head))
 

@@ -221,7 +221,7 @@ LAYOUTS = (
         of_speculators(KIND),
         read_package,
         write_package,
-        is_run=False,
+        is_runnable=False,
     ),
     DraftLayout("mtp", MTP, f"{QWEN.projection}, and no tensors but {QWEN.prefix}*", is_modules),
 )

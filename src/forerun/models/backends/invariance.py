@@ -33,9 +33,9 @@ def cancelling_product(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "outputs inputs"]]:
     """x and weight whose exact product is zero: each term of a sum also occurs negated, at a random place."""
-    dice = torch.Generator().manual_seed(inputs)
-    order = torch.randperm(inputs, generator=dice)
-    x, weight = (torch.randn(n, inputs // 2, generator=dice) for n in (rows, outputs))
+    generator = torch.Generator().manual_seed(inputs)
+    order = torch.randperm(inputs, generator=generator)
+    x, weight = (torch.randn(n, inputs // 2, generator=generator) for n in (rows, outputs))
     return doubled(x, -1, order).to(dtype), doubled(weight, 1, order).to(dtype)
 
 
@@ -43,11 +43,11 @@ def cancelling_scores(
     rows: int, heads: int, kv_heads: int, head_dim: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values whose exact scores are zero; their rounding errors are about 1."""
-    dice = torch.Generator().manual_seed(head_dim)
-    order = torch.randperm(head_dim, generator=dice)
-    q = 1e3 * torch.randn(rows, heads, head_dim // 2, generator=dice)
-    k = 3e3 * torch.randn(kv_heads, num_keys, head_dim // 2, generator=dice)
-    v = torch.randn(kv_heads, num_keys, head_dim, generator=dice)
+    generator = torch.Generator().manual_seed(head_dim)
+    order = torch.randperm(head_dim, generator=generator)
+    q = 1e3 * torch.randn(rows, heads, head_dim // 2, generator=generator)
+    k = 3e3 * torch.randn(kv_heads, num_keys, head_dim // 2, generator=generator)
+    v = torch.randn(kv_heads, num_keys, head_dim, generator=generator)
     return doubled(q, -1, order).to(dtype), doubled(k, 1, order).to(dtype), v.to(dtype)
 
 
@@ -55,10 +55,10 @@ def cancelling_values(
     rows: int, heads: int, kv_heads: int, head_dim: int, num_keys: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values whose exact outputs are zero: every value also occurs negated, with the same weight."""
-    dice = torch.Generator().manual_seed(head_dim)
-    order = torch.randperm(num_keys, generator=dice)
-    q = 0.1 * torch.randn(rows, heads, head_dim, generator=dice)
-    k, v = (torch.randn(kv_heads, head_dim, num_keys // 2, generator=dice) for _ in range(2))
+    generator = torch.Generator().manual_seed(head_dim)
+    order = torch.randperm(num_keys, generator=generator)
+    q = 0.1 * torch.randn(rows, heads, head_dim, generator=generator)
+    k, v = (torch.randn(kv_heads, head_dim, num_keys // 2, generator=generator) for _ in range(2))
     k, v = doubled(k, 1, order).transpose(1, 2), doubled(v, -1, order).transpose(1, 2)
     return q.to(dtype), k.to(dtype).contiguous(), v.to(dtype).contiguous()
 

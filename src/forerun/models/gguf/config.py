@@ -57,7 +57,7 @@ YARN = {
 }
 GROWTH = "attention.temperature_scale"  # how queries grow with the position
 LARGEST_GEMMA = (("gemma2", 46), ("gemma3", 62))  # architecture and layers of models with another query scale
-PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # formats that are not quantized
+UNQUANTIZED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # formats and dtypes
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}  # general.sampling.*
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -88,7 +88,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["attention_bias"] = config["qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     output = file.tensors.get("blk.0.attn_output.weight")  # if it is missing, the check of all weights says so
-    config["dtype"] = PLAIN.get("" if output is None else output.format, "bfloat16")
+    config["dtype"] = UNQUANTIZED.get("" if output is None else output.format, "bfloat16")
     config["query_pre_attn_scalar"] = query_scalar(file, config)
     if FAMILIES[name].rotary_share is not None:
         width = (

@@ -19,7 +19,7 @@ from forerun.errors import MissingWeights, UnsupportedModel
 from forerun.fields import Fields, mistaken, short
 
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-AGAIN = "download it again (`hf download owner/name FILE`)"
+DOWNLOAD = "download it again (`hf download owner/name FILE`)"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of struct
@@ -162,7 +162,7 @@ class GgufFile:
             tensors |= read_header(other)[1]
         count = metadata.get("split.tensors.count", len(tensors))
         if count != len(tensors):
-            raise MissingWeights(f"{path} declares {count} tensors and has {len(tensors)}: {AGAIN}")
+            raise MissingWeights(f"{path} declares {count} tensors and has {len(tensors)}: {DOWNLOAD}")
         return cls(path, metadata, tensors)
 
     @property
@@ -187,7 +187,7 @@ def parts_of(path: Path) -> list[Path]:
     paths = [path.with_name(f"{stem}-{i:05d}-of-{count}.gguf") for i in range(1, int(count) + 1)]
     missing = [each.name for each in paths if not each.is_file()]
     if missing:
-        raise MissingWeights(f"{path} is one of {int(count)} parts, and {missing[0]} is missing: {AGAIN}")
+        raise MissingWeights(f"{path} is one of {int(count)} parts, and {missing[0]} is missing: {DOWNLOAD}")
     return paths
 
 
@@ -203,7 +203,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
     except OSError as error:
         raise MissingWeights(f"{path} cannot be read ({short(error)}): make it a readable file") from error
     except ValueError as error:
-        raise MissingWeights(f"{path} is not a valid GGUF file ({short(error)}): {AGAIN}") from error
+        raise MissingWeights(f"{path} is not a valid GGUF file ({short(error)}): {DOWNLOAD}") from error
     names, tensors = {each.code: name for name, each in FORMATS.items()}, {}
     for info in header.tensors:
         name = names.get(info.format)
@@ -216,9 +216,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorLocation]]:
         numbers = FORMATS[name].numbers
         num_bytes = math.prod(info.shape) // numbers * FORMATS[name].num_bytes
         if numbers > 1 and info.shape[-1] % numbers:
-            problem = f"has rows of {info.shape[-1]} numbers, which blocks of {numbers} do not divide: {AGAIN}"
+            problem = f"has rows of {info.shape[-1]} numbers, which blocks of {numbers} do not divide: {DOWNLOAD}"
             raise MissingWeights(f"{path}: the tensor {short(info.name)} {problem}")
         if info.offset + num_bytes > size:
-            raise MissingWeights(f"{path} ends inside the tensor {short(info.name)} ({size} bytes): {AGAIN}")
+            raise MissingWeights(f"{path} ends inside the tensor {short(info.name)} ({size} bytes): {DOWNLOAD}")
         tensors[info.name] = TensorLocation(path, info.offset, num_bytes, name, info.shape)
     return header.metadata, tensors

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.errors import MissingWeights
 from forerun.models.backends.torch_cpu.grouped import GroupedWeight, GroupForm
 from forerun.models.families import FAMILIES, ExpertNames, Family
-from forerun.models.gguf.file import AGAIN, GgufFile, TensorLocation
+from forerun.models.gguf.file import DOWNLOAD, GgufFile, TensorLocation
 from forerun.models.gguf.formats import FORMATS
 
 # Architectures whose files hold the two halves of each query and key head interleaved.
@@ -129,7 +129,7 @@ def bytes_of(location: TensorLocation) -> NDArray[np.uint8]:
     try:
         return np.memmap(location.file, np.uint8, "r", location.offset, (rows, location.num_bytes // rows))
     except (OSError, ValueError) as error:
-        raise MissingWeights(f"{location.file} has changed since its header was read ({error}): {AGAIN}") from error
+        raise MissingWeights(f"{location.file} has changed since its header was read ({error}): {DOWNLOAD}") from error
 
 
 def read_location(location: TensorLocation, result: Tensor | None = None) -> Tensor:
@@ -186,7 +186,7 @@ def ups_of(file: GgufFile, gates: str) -> TensorLocation:
     """The tensor of ups that belongs to a tensor of gates. Raises MissingWeights."""
     ups = file.tensors.get(gates.replace("_gate_", "_up_"))
     if ups is None or ups.shape != file.tensors[gates].shape:
-        raise MissingWeights(f"{file.path} has no tensor of ups in the shape of {gates}: {AGAIN}")
+        raise MissingWeights(f"{file.path} has no tensor of ups in the shape of {gates}: {DOWNLOAD}")
     return ups
 
 
@@ -198,7 +198,8 @@ def experts_of(
     *_, part, kind = name.split(".")
     which, count = part.split("_")[1], location.shape[0]
     if len(location.shape) != (2 if kind == "bias" else 3):
-        raise MissingWeights(f"{file.path}: {name} has the sizes {location.shape}, none of them for experts: {AGAIN}")
+        problem = f"has the sizes {location.shape}, none of them for experts"
+        raise MissingWeights(f"{file.path}: {name} {problem}: {DOWNLOAD}")
     if not names.is_stacked:
         form = dict(zip(("gate", "up", "down"), (*names.gate_up, names.down), strict=True))[which]
         for i in range(count):

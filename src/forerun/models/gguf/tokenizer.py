@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from forerun.errors import TokenizerError
 from forerun.limits import shown
-from forerun.models.gguf.file import AGAIN, GgufFile
+from forerun.models.gguf.file import DOWNLOAD, GgufFile
 from forerun.text.files import GGUF_FILE, damage_as_errors
 
 CONTROL, USER_DEFINED = 3, 4  # token types
@@ -61,7 +61,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, str]:
     backend = byte_level(file, tokens) if kind == "gpt2" else sentence_piece(file, tokens)
     types = file.metadata.get("tokenizer.ggml.token_type") or []
     if not isinstance(types, list) or not all(isinstance(token_type, int) for token_type in types):
-        raise TokenizerError(f"{file.path}: tokenizer.ggml.token_type must be a number for each token: {AGAIN}")
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.token_type must be a number for each token: {DOWNLOAD}")
     added: dict[int, list[AddedToken]] = {CONTROL: [], USER_DEFINED: []}
     for text, token_type in zip(tokens, types, strict=False):
         if token_type in added:
@@ -94,7 +94,7 @@ def byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
         known = f"supported are {', '.join(PRE)}: name the original model's tokenizer with --tokenizer"
         raise TokenizerError(f"{file.path}: {PRE_KEY} is {shown(pre)}; {known}")
     if not isinstance(merges, list) or any(str(merge).count(" ") != 1 for merge in merges):
-        raise TokenizerError(f"{file.path}: tokenizer.ggml.merges must be pairs of tokens: {AGAIN}")
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.merges must be pairs of tokens: {DOWNLOAD}")
     vocab = {text: i for i, text in enumerate(tokens)}
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     with damage_as_errors(str(file.path)):
@@ -119,7 +119,7 @@ def sentence_piece(file: GgufFile, tokens: list[str]) -> Tokenizer:
         or len(scores) != len(tokens)
         or not all(isinstance(s, int | float) for s in scores)
     ):
-        raise TokenizerError(f"{file.path}: tokenizer.ggml.scores must be a number for each token: {AGAIN}")
+        raise TokenizerError(f"{file.path}: tokenizer.ggml.scores must be a number for each token: {DOWNLOAD}")
     vocab = {text: i for i, text in enumerate(tokens)}
     ranked = sorted((-scores[merged], left, right) for left, right, merged in splits(vocab))
     merges = [(tokens[left], tokens[right]) for _, left, right in ranked]

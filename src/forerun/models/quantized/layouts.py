@@ -22,7 +22,7 @@ from forerun.models.backends.torch_cpu.grouped import GroupedWeight, GroupForm
 from forerun.models.foreign import ORIGINAL
 from forerun.models.quantized.scheme import Scheme
 from forerun.models.quantized.tensors import GROUP, IntegerWeight, QuantizedTensor, group_form, unpacked
-from forerun.models.stored import AGAIN, StoredTensor
+from forerun.models.stored import DOWNLOAD, StoredTensor
 
 WeightParts = Mapping[str, StoredTensor]  # the tensors of one weight by name ending, the identifying one first
 FLOATS, WORDS, INDEX, BYTES = ("F16", "BF16", "F32"), ("I32",), ("I32", "I64"), ("U8",)
@@ -63,7 +63,7 @@ def quantized_tensors(scheme: Scheme, stored: Mapping[str, StoredTensor]) -> dic
     for name in rest:
         if name in weights or name.endswith(tuple(endings)):
             problem = "exists both quantised and not" if name in weights else "exists, but not the weight it belongs to"
-            raise MissingWeights(f"{rest[name].file}: {short(name)} {problem}: {AGAIN}")
+            raise MissingWeights(f"{rest[name].file}: {short(name)} {problem}: {DOWNLOAD}")
     return {**rest, **weights}
 
 
@@ -73,7 +73,7 @@ def get_part(parts: WeightParts, end: str, formats: Sequence[str], shape: Sequen
     part = parts.get(end)
     if part is None:
         missing = first.name.removesuffix(sign) + end
-        raise MissingWeights(f"{first.file} has {short(first.name)}, but not {short(missing)}: {AGAIN}")
+        raise MissingWeights(f"{first.file} has {short(first.name)}, but not {short(missing)}: {DOWNLOAD}")
     if part.format not in formats:
         supported = f"supported: {', '.join(formats)}; {ORIGINAL}"
         raise UnsupportedModel(f"{part.file}: {part.name} is stored as {part.format}; {supported}")
@@ -84,7 +84,7 @@ def get_part(parts: WeightParts, end: str, formats: Sequence[str], shape: Sequen
 
 def shape_error(part: StoredTensor, needed: str) -> WrongShape:
     """The error for a part of the wrong shape; `needed` describes the right one."""
-    return WrongShape(f"{part.file}: {part.name} has shape {list(part.shape)}; {needed}: {AGAIN}")
+    return WrongShape(f"{part.file}: {part.name} has shape {list(part.shape)}; {needed}: {DOWNLOAD}")
 
 
 def matrix(parts: WeightParts, end: str, formats: Sequence[str]) -> tuple[StoredTensor, int, int]:
@@ -112,7 +112,7 @@ def read_groups(part: StoredTensor, num_groups: int) -> Tensor:
     groups = part.read().long()
     for number in (int(groups.min()), int(groups.max())):
         if not 0 <= number < num_groups:
-            raise WrongShape(f"{part.file}: {part.name} has group {number}, but only {num_groups} exist: {AGAIN}")
+            raise WrongShape(f"{part.file}: {part.name} has group {number}, but only {num_groups} exist: {DOWNLOAD}")
     return groups
 
 
@@ -278,7 +278,7 @@ def bnb_4bit(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
         shape = tuple(int(size) for size in fields.values["shape"])
         mean = float(fields.values.get("nested_offset") or 0.0)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise MissingWeights(f"{state.file}: {state.name} is damaged ({short(error)}): {AGAIN}") from error
+        raise MissingWeights(f"{state.file}: {state.name} is damaged ({short(error)}): {DOWNLOAD}") from error
     size, nested = fields.whole("blocksize"), fields.values.get("nested_blocksize") is not None
     outer = fields.whole("nested_blocksize") if nested else 1
     count = math.prod(shape)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.fields import AGAIN, Fields, short
+from forerun.fields import FIX, Fields, short
 from forerun.models.foreign import ORIGINAL
 
 KEYS = ("quantization_config", "compression_config")
@@ -83,7 +83,7 @@ def read_block(fields: Fields, groups: Mapping[str, Any]) -> tuple[int, int]:
     ]
     size = next((size for size in sizes if size is not None), BLOCK)
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
-        raise fields.refuse("weight_block_size", f"it must be two whole numbers: {AGAIN}")
+        raise fields.refuse("weight_block_size", f"it must be two whole numbers: {FIX}")
     return size[0], size[1]
 
 

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from forerun.annotations import Float
 from forerun.cache.paged import PagedCache
 from forerun.models.backends.base import AttentionInputs, ChainDrawer, Executor, Stream
 from forerun.models.backends.native import NativeExecutor, pass_tables
-from forerun.models.batch import QueryRule, TokenBatch
+from forerun.models.batch import TokenBatch
 from forerun.models.decoder import Decoder
 from forerun.models.runner import Runner
 from forerun.models.shards.ranks import Order, RankGroup
@@ -31,9 +30,7 @@ class SharedExecutor:
     def __init__(self, part: NativeExecutor, ranks: RankGroup) -> None:
         self.part = part
         self.ranks = ranks
-        self.stream_dtype: torch.dtype = part.stream_dtype
-        self.query_rule: QueryRule = part.query_rule
-        self.num_experts_read = 0
+        self.stream_dtype, self.query_rule, self.num_experts_read = part.stream_dtype, part.query_rule, 0
 
     def run(
         self, layers: range, x: Stream, batch: TokenBatch, cache: PagedCache, read: AttentionInputs | None = None

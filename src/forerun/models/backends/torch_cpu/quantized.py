@@ -102,10 +102,10 @@ def quantized_packing_pays() -> bool:
     Tested with the largest sums that occur. For some processors oneDNN has a reference implementation only, which takes
     up to 300 times as long as short sums (a Xeon with AVX-512 whose AMX is hidden). The bits are the same.
     """
-    dice = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 4096, generator=dice)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 4096, generator=generator)
     weight[0] = 1.0
-    x = torch.randn(5, 4096, generator=dice)
+    x = torch.randn(5, 4096, generator=generator)
     x[0] = 1.0
     integers, _ = quantize_rows(x)
     try:
