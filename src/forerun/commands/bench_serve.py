@@ -58,11 +58,11 @@ class RemoteOptions:
     ] = None
     access: AccessOptions = field(default_factory=AccessOptions)
 
-    def refuse(self, given: Iterable[str], known: Container[str], cure: str = "leave it out") -> None:
+    def refuse(self, given: Iterable[str], known: Container[str], fix: str = "leave it out") -> None:
         """Raise InvalidRequest for a given option that is not `known`, since it applies only to a loaded model."""
         for name in given:
             if name not in known:
-                raise InvalidRequest(name, f"it cannot be used with --server {self.server}: {cure}.")
+                raise InvalidRequest(name, f"it cannot be used with --server {self.server}: {fix}.")
 
     def require_server(self) -> None:
         """Raise InvalidRequest for a given option that applies only to a server, as there is none."""

@@ -150,8 +150,8 @@ def settings_of(report: TuneReport) -> dict[str, str]:
 def tune_server(options: TuneOptions, remote: ServerTuneOptions, names: list[str], result: Result) -> None:
     """Measure a server instead of drafters. Raises InvalidRequest for options that apply only to a loaded model."""
     assert remote.server is not None, "only called with --server"
-    cure = "leave it out; use --clients for the loads, and -o for the file"
-    remote.refuse(["drafts"] if names else changed(options), SERVER_OPTIONS, cure)
+    fix = "leave it out; use --clients for the loads, and -o for the file"
+    remote.refuse(["drafts"] if names else changed(options), SERVER_OPTIONS, fix)
     with importing():
         from forerun.bench.material import mixed_passages
         from forerun.progress import LoadingBar

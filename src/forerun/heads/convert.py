@@ -147,6 +147,6 @@ def layout_of(format_name: str, method: DraftMethod[Any]) -> DraftLayout:
         raise InvalidRequest("to", f"{format_name!r} is not a format: {meant}choose one of {', '.join(FORMATS)}.")
     formats = {layout.format: layout for layout in LAYOUTS if layout.method is method}
     if format_name not in formats:
-        cure = f"choose one of {', '.join(formats)}"
-        raise InvalidRequest("to", f"{format_name!r} cannot store the method {method.label}: {cure}.")
+        fix = f"choose one of {', '.join(formats)}"
+        raise InvalidRequest("to", f"{format_name!r} cannot store the method {method.label}: {fix}.")
     return formats[format_name]

@@ -121,15 +121,15 @@ class HeadFolder:
         """Load a tensor, whose shape was checked before, to the target's device."""
         return self.checkpoint.take(name, self.checkpoint.stored[name].shape).to(self.target.placement.device)
 
-    def checked(self, tensors: TensorsT, *cures: str) -> TensorsT:
+    def checked(self, tensors: TensorsT, *fixes: str) -> TensorsT:
         """Check by the headers that the folder has these tensors, and no others except those `idle`; returns them.
 
-        Raises ModelError; `cures` are further suggestions for an unknown tensor.
+        Raises ModelError; `fixes` are further suggestions for an unknown tensor.
         """
         shapes = tensors.shapes()
         for name, shape in shapes.items():
             self.checkpoint.find(name, shape)
-        refuse_unread(self.path, self.checkpoint.stored, {*shapes, *tensors.idle}, tensors.title, *cures)
+        refuse_unread(self.path, self.checkpoint.stored, {*shapes, *tensors.idle}, tensors.title, *fixes)
         return tensors
 
     def layers(self, config: ModelConfig, shapes: Shapes, tables: Collection[str] = ()) -> Blueprint:
@@ -208,12 +208,12 @@ def refuse_other_weights(folder: Path, layout: str) -> None:
         raise MissingWeights(f"{folder} has {others[0]} but no model.safetensors: write one with `{command}`")
 
 
-def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], heads: str, *cures: str) -> None:
+def refuse_unread(folder: Path, stored: Iterable[str], read: Collection[str], heads: str, *fixes: str) -> None:
     """Raise UnsupportedModel for a stored tensor that is neither read nor a buffer, which can be recomputed."""
     unread = sorted(name for name in stored if name not in read and not name.endswith(BUFFERS))
     if unread:
-        cure = ", ".join(("use the config.json that came with the weights", *cures))
-        raise UnsupportedModel(f"{folder}: the tensor {short(unread[0])} does not belong to {heads}: {cure}")
+        fix = ", ".join(("use the config.json that came with the weights", *fixes))
+        raise UnsupportedModel(f"{folder}: the tensor {short(unread[0])} does not belong to {heads}: {fix}")
 
 
 def refuse_sizes(fields: Fields, target_name: str, **sizes: int) -> None:

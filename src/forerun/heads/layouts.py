@@ -289,8 +289,8 @@ def of_speculators(*kinds: str) -> Callable[[DraftFiles], bool]:
     return lambda files: files.config.get(SPECULATORS) in kinds
 
 
-def refuse_fields(fields: Fields, refused: Mapping[str, tuple[bool, str]], cure: str) -> None:
+def refuse_fields(fields: Fields, refused: Mapping[str, tuple[bool, str]], fix: str) -> None:
     """Raise UnsupportedModel for the first refused field; `refused` maps a field to (whether to refuse it, reason)."""
     for key, (is_refused, why) in refused.items():
         if is_refused:
-            raise fields.refuse(key, f"{why}: {cure}")
+            raise fields.refuse(key, f"{why}: {fix}")

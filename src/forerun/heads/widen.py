@@ -67,8 +67,8 @@ def planned(draft: str, source: str, wider: Wider, seed: int) -> tuple[Plan, Wid
     """The plan of the target's widening, and the widened drafter; nothing is written."""
     spec, plan = parse_spec(draft), Plan.of(source, wider, seed)
     if spec.name not in HEADS or spec.argument is None:
-        cure = f"widen one of {', '.join(HEADS)} with its folder; a model is widened by itself, with --model"
-        raise InvalidRequest("draft", f"{draft} reads no states of the target: {cure}.")
+        fix = f"widen one of {', '.join(HEADS)} with its folder; a model is widened by itself, with --model"
+        raise InvalidRequest("draft", f"{draft} reads no states of the target: {fix}.")
     return plan, checked_heads(spec, plan.source).widened(plan)
 
 

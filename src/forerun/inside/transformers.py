@@ -203,9 +203,9 @@ def build(model: PreTrainedModel, draft: str | Drafter | None = None, tokenizer:
         try:
             return LLM(spec, draft, device=model.device, generation_config="none", **options)
         except (ModelNotFound, TokenizerError) as error:
-            cure = "pass one with custom_generate=partial(generate, tokenizer=tokenizer)"
+            fix = "pass one with custom_generate=partial(generate, tokenizer=tokenizer)"
             raise TokenizerError(
-                f"the model {source!r} has no tokenizer that forerun can load ({error}): {cure}"
+                f"the model {source!r} has no tokenizer that forerun can load ({error}): {fix}"
             ) from error
 
 

@@ -88,9 +88,9 @@ def text_drafter(text: str, tokenizer: str) -> Drafter:
     spec = parse_spec(text)
     refuse_code(spec, "additional_config", "use a drafter of forerun's")
     if not copies_text(spec):
-        cure = f"use {', '.join(TEXT_DRAFTERS[:2])} or a mix of them; heads go to vLLM's own methods (forerun convert)"
+        fix = f"use {', '.join(TEXT_DRAFTERS[:2])} or a mix of them; heads go to vLLM's own methods (forerun convert)"
         raise UnknownDrafter(
-            f"drafter {text!r}: drafters that use a model's states do not run inside another engine: {cure}"
+            f"drafter {text!r}: drafters that use a model's states do not run inside another engine: {fix}"
         )
     return drafter_of(spec, lambda: Tokenizer.load(find_tokenizer(tokenizer)).fingerprint())
 

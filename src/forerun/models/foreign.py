@@ -79,10 +79,10 @@ PARTS = ("text_config", "llm_config", "language_config", "thinker_config")  # ke
 
 def describe_unreadable(folder: Path, kinds: Sequence[tuple[str, str, str]] = (*INTERRUPTED, *FOREIGN)) -> str | None:
     """What an unusable folder is, and a fix, as a sentence without its subject, the folder; None if it is unknown."""
-    for pattern, what, cure in kinds:
+    for pattern, what, fix in kinds:
         for path in sorted(folder.glob(pattern)):
             base = read_fields(path, ModelError).values.get("base_model_name_or_path") if "{base}" in what else None
-            return f"{what}: {cure}".format(name=path.name, folder=str(folder), base=shown(base))
+            return f"{what}: {fix}".format(name=path.name, folder=str(folder), base=shown(base))
     return None
 
 
@@ -91,5 +91,5 @@ def foreign_tensors(names: Iterable[str]) -> str | None:
     parts = {part for name in names for part in TENSORS if name.endswith(part) or (part[-1] == "." and part in name)}
     part = next((part for part in TENSORS if part in parts), None)
     config = f"{ORIGINAL}; or the config.json that came with the weights, if that describes the quantisation"
-    cure = "merge it into its base with peft (merge_and_unload)" if part == ".lora_A." else config
-    return None if part is None else f"its tensors are {TENSORS[part]}, as names with {part} show: {cure}"
+    fix = "merge it into its base with peft (merge_and_unload)" if part == ".lora_A." else config
+    return None if part is None else f"its tensors are {TENSORS[part]}, as names with {part} show: {fix}"

@@ -120,40 +120,40 @@ def fetch(name: str, revision: str | None, files: Sequence[str], bundled: Iterab
     others = f"bundled are {names}"
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     if not HUB_ID.fullmatch(name):
-        cure = f"{hint}correct it, or use what is bundled: {names}"
-        raise ModelNotFound(f"there is no folder {name}, and it is not a hub id such as owner/name: {cure}")
+        fix = f"{hint}correct it, or use what is bundled: {names}"
+        raise ModelNotFound(f"there is no folder {name}, and it is not a hub id such as owner/name: {fix}")
     if near and "/" not in name:
-        cure = f"{hint}write a hub id as owner/name; {others}"
-        raise ModelNotFound(f"{name} is neither a folder here nor a bundled checkpoint: {cure}")
+        fix = f"{hint}write a hub id as owner/name; {others}"
+        raise ModelNotFound(f"{name} is neither a folder here nor a bundled checkpoint: {fix}")
     try:
         from huggingface_hub import errors as hub
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        cure = f"install it (`pip install huggingface_hub`), or name a folder; {others}"
+        fix = f"install it (`pip install huggingface_hub`), or name a folder; {others}"
         raise MissingPackage(
-            f"{name} is not a local folder, and downloading from the hub needs huggingface_hub: {hint}{cure}"
+            f"{name} is not a local folder, and downloading from the hub needs huggingface_hub: {hint}{fix}"
         ) from error
     try:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=[*files], ignore_patterns=[*HUB_DUPLICATES])
         )
     except hub.GatedRepoError as error:
-        cure = f"accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`"
-        raise ModelNotFound(f"{name} is gated: {cure}") from error
+        fix = f"accept its terms at https://huggingface.co/{name}, then log in with `hf auth login`"
+        raise ModelNotFound(f"{name} is gated: {fix}") from error
     except hub.RevisionNotFoundError as error:
         raise ModelNotFound(f"{name} has no revision {revision!r} on the hub: name a branch, tag or commit") from error
     except hub.RepositoryNotFoundError as error:
-        cure = f"{hint}check the spelling, or log in with `hf auth login` if it is private; {others}"
-        raise ModelNotFound(f"{name} is neither a folder here nor a model on the hub: {cure}") from error
+        fix = f"{hint}check the spelling, or log in with `hf auth login` if it is private; {others}"
+        raise ModelNotFound(f"{name} is neither a folder here nor a model on the hub: {fix}") from error
     except hub.LocalEntryNotFoundError as error:
-        cure = f"{hint}connect (is HF_HUB_OFFLINE set?), or run `hf download {name}` where there is a connection"
-        raise ModelNotFound(f"{name} is not a local folder, and the hub cannot be reached: {cure}; {others}") from error
+        fix = f"{hint}connect (is HF_HUB_OFFLINE set?), or run `hf download {name}` where there is a connection"
+        raise ModelNotFound(f"{name} is not a local folder, and the hub cannot be reached: {fix}; {others}") from error
     except hub.HFValidationError as error:
-        cure = f"{hint}correct it, or use what is bundled: {names}"
-        raise ModelNotFound(f"there is no folder {name}, and as a hub id it is not valid ({error}): {cure}") from error
+        fix = f"{hint}correct it, or use what is bundled: {names}"
+        raise ModelNotFound(f"there is no folder {name}, and as a hub id it is not valid ({error}): {fix}") from error
     except (hub.HfHubHTTPError, OSError) as error:
-        cure = "try again, which continues the download"
-        raise ModelNotFound(f"{name} could not be downloaded from the hub ({error}): {cure}") from error
+        fix = "try again, which continues the download"
+        raise ModelNotFound(f"{name} could not be downloaded from the hub ({error}): {fix}") from error
 
 
 def similar_names(name: str, bundled: Iterable[str] = BUNDLED) -> list[str]:

@@ -204,8 +204,8 @@ def shards_of(folder: Path) -> list[Path]:
     """The shards of a checkpoint without an index. Raises MissingWeights if some are missing."""
     parts = [part for path in sorted(folder.glob("model-*")) if (part := SHARD.fullmatch(path.name))]
     if not parts:
-        cure = "download the weights, or convert them if the model is published in another format only"
-        problem = describe_unreadable(folder) or f"has no model.safetensors and no model.safetensors.index.json: {cure}"
+        fix = "download the weights, or convert them if the model is published in another format only"
+        problem = describe_unreadable(folder) or f"has no model.safetensors and no model.safetensors.index.json: {fix}"
         raise MissingWeights(f"{folder} {problem}")
     number, count = parts[0].groups()
     names = [f"model-{i:0{len(number)}}-of-{count}.safetensors" for i in range(1, min(int(count), MOST_SHARDS) + 1)]
@@ -260,11 +260,11 @@ def check_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
         raise UnsupportedModel(f"{checkpoint.folder} is not read: {problem}")
     config, size = with_stored_names(config, checkpoint), (config.vocab_size, config.hidden)
     if not config.tied and HEAD not in checkpoint and EMBEDDING in checkpoint:
-        cure = (
+        fix = (
             "save it with its head (AutoModelForCausalLM, not AutoModel), or download it again; if both are one table, "
             "set tie_word_embeddings to true"
         )
-        raise MissingWeights(f"{checkpoint.folder} has no tensor {HEAD}, and config.json does not tie it: {cure}")
+        raise MissingWeights(f"{checkpoint.folder} has no tensor {HEAD}, and config.json does not tie it: {fix}")
     if config.tied and HEAD in checkpoint:
         head, embedding = (checkpoint.take(name, size) for name in (HEAD, EMBEDDING))
         if not torch.equal(head, embedding):

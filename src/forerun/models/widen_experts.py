@@ -34,8 +34,8 @@ def grown_experts(config: ModelConfig, mlp: int, layers: Sequence[int]) -> Exper
     if e is None:
         return None
     if e.names.is_stacked and not e.names.transposed:
-        cure = "save it with transformers, which writes each expert by itself"
-        raise UnsupportedModel(f"{config.family} with all experts in one tensor cannot be widened: {cure}")
+        fix = "save it with transformers, which writes each expert by itself"
+        raise UnsupportedModel(f"{config.family} with all experts in one tensor cannot be widened: {fix}")
     inner, shared = (round(size * mlp / config.intermediate) for size in (e.intermediate, e.shared))
     sparse = tuple(i for i, origin in enumerate(layers) if origin in e.layers)
     return replace(e, intermediate=inner, shared=shared, layers=sparse)

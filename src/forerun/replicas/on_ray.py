@@ -255,8 +255,8 @@ def require_listening(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), CONNECT_S).close()
     except (OSError, OverflowError, ValueError) as error:
-        cure = "start a cluster with ray start --head, or give the address of one"
-        raise InvalidRequest("ray", f"{address}: nothing listens there ({short(error)}): {cure}.") from error
+        fix = "start a cluster with ray start --head, or give the address of one"
+        raise InvalidRequest("ray", f"{address}: nothing listens there ({short(error)}): {fix}.") from error
 
 
 @contextmanager

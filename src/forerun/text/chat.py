@@ -41,12 +41,12 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, declared: object, origin: str, files: Mapping[str, Path] | None = None, cure: str = PUT_INTO_FOLDER
+        self, declared: object, origin: str, files: Mapping[str, Path] | None = None, fix: str = PUT_INTO_FOLDER
     ) -> None:
         self._declared = declared
         self._origin = origin
         self._files = files or {}
-        self._cure = cure
+        self._cure = fix
 
     def __reduce__(self) -> Any:
         """Pickling, for copies in other processes, which get the texts because the files may not exist there."""
@@ -62,7 +62,7 @@ class ChatTemplate:
         If the folder is the cache of a GGUF file, errors name that file.
         """
         if isinstance(gguf_file, str):
-            return cls(declared, f"{gguf_file} (tokenizer.chat_template)", cure=NAME_ANOTHER)
+            return cls(declared, f"{gguf_file} (tokenizer.chat_template)", fix=NAME_ANOTHER)
         files = {"default": folder / FILE} if (folder / FILE).exists() else {}
         files |= {file.name.removesuffix(".jinja"): file for file in sorted(folder.glob(OTHER_FILES))}
         if files:

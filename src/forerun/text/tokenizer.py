@@ -118,8 +118,8 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as error:
             at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
             near = shown(text[max(0, at - 16) : at + 16])
-            cure = "encode it as UTF-8, without lone surrogates"
-            raise InvalidRequest("prompt", f"{near} is not valid Unicode text: {cure}") from error
+            fix = "encode it as UTF-8, without lone surrogates"
+            raise InvalidRequest("prompt", f"{near} is not valid Unicode text: {fix}") from error
         if add_special_tokens and self.bos_token_id is not None and not ids:
             return [self.bos_token_id]
         return list(ids)

@@ -138,8 +138,8 @@ class TrafficClient:
             models = response.raise_for_status().json()["data"]
             names = [str(model.get("id")) for model in models]
         except httpx.HTTPStatusError as error:
-            cure = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
-            raise InvalidRequest(option, f"{base}/v1/models: status {error.response.status_code}: {cure}") from error
+            fix = "give its key with --api-key" if error.response.status_code == 401 else "is it OpenAI-compatible?"
+            raise InvalidRequest(option, f"{base}/v1/models: status {error.response.status_code}: {fix}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise InvalidRequest(
@@ -175,9 +175,9 @@ class TrafficClient:
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(option, f"{base}{self.address.path} does not answer with JSON.") from error
         if answer is None:
-            cure = ": give its key with --api-key" if response.status_code == 401 else ""
+            fix = ": give its key with --api-key" if response.status_code == 401 else ""
             refusal = refusal_of(response.status_code, response.content)
-            raise InvalidRequest(option, f"{base} refuses a request with {refusal}{cure}.")
+            raise InvalidRequest(option, f"{base} refuses a request with {refusal}{fix}.")
         if not isinstance(answer, dict) or not answer.get("choices"):
             raise InvalidRequest(option, f"{base}{self.address.path} answers without choices: {shown(answer)}.")
         return answer

@@ -31,8 +31,8 @@ def adapter_config(folder: HeadFolder, layer: int) -> ModelConfig:
     fields = replace(folder.fields, values=defaults | dict(folder.fields.values))
     trained_for = fields.whole(EXIT)
     if trained_for != layer:
-        cure = f"write early-exit:{trained_for}:{folder.name}, or name an adapter that was trained for exit {layer}"
-        raise fields.refuse(EXIT, f"the adapter is not for exit {layer}: {cure}")
+        fix = f"write early-exit:{trained_for}:{folder.name}, or name an adapter that was trained for exit {layer}"
+        raise fields.refuse(EXIT, f"the adapter is not for exit {layer}: {fix}")
     config = replace(config_of(fields), vocab_size=0, tied=False)
     refuse_sizes(fields, folder.target.name, hidden_size=target.hidden)
     config = with_stored_names(config, checkpoint)

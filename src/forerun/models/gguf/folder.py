@@ -44,8 +44,8 @@ def folder_of(path: Path) -> Path:
             for name in sorted(texts, key=lambda name: name == INDEX):  # INDEX last, since it marks a complete folder
                 replace_file(folder / name, texts[name].encode())
         except OSError as error:
-            cure = "free space there, or let XDG_CACHE_HOME name a folder that can be written"
-            raise ModelNotFound(f"{folder}, which represents {path}, cannot be written ({error}): {cure}") from error
+            fix = "free space there, or let XDG_CACHE_HOME name a folder that can be written"
+            raise ModelNotFound(f"{folder}, which represents {path}, cannot be written ({error}): {fix}") from error
     return folder
 
 

@@ -309,8 +309,8 @@ def bnb_8bit(parts: WeightParts, scheme: Scheme) -> QuantizedTensor:
     first, outputs, inputs = matrix(parts, ".weight", ("I8",))
     scales, order = get_part(parts, ".SCB", ("F32",), (outputs,)), parts.get(".weight_format")
     if order is not None and order.read().any():
-        cure = "save the model with a newer bitsandbytes"
-        raise UnsupportedModel(f"{order.file}: {order.name} is not 0, so numbers are not stored row by row: {cure}")
+        fix = "save the model with a newer bitsandbytes"
+        raise UnsupportedModel(f"{order.file}: {order.name} is not 0, so numbers are not stored row by row: {fix}")
 
     def unpack() -> IntegerWeight:
         return IntegerWeight(first.read(), scales.read()[:, None] / 127, None, 8)
