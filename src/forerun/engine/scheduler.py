@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,9 +98,6 @@ class Waiting:
 
     def __len__(self) -> int:
         return len(self.by_id)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self.by_id.values())
 
     def add(self, sequence: Sequence, first: bool = False) -> None:
         """Append a sequence to its tenant's queue, or put it at the front."""
