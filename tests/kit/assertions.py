@@ -75,11 +75,14 @@ def accepted_by_shape(
         assert tokens_of(llm.generate(list(STARTS), params)) == plain
         counts[name] = llm.stats.num_accepted
         assert llm.stats.num_drafted <= llm.stats.num_rounds * 20
-        for state in ("sequences", "outputs", "blocks", "states"):
+        for state in ("sequences", "outputs", "blocks"):
             assert not getattr(llm.drafter, state, None), state
         if isinstance(llm.drafter, Follower):
+            assert not llm.drafter.states.waiting
             assert llm.drafter.runner.cache.num_rows == 0
             llm.drafter.runner.cache.check()
+        else:
+            assert not getattr(llm.drafter, "states", None)
     return counts
 
 
