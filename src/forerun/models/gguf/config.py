@@ -14,7 +14,7 @@ import numpy as np
 from forerun.errors import UnsupportedModel
 from forerun.fields import Fields
 from forerun.models.families import FAMILIES
-from forerun.models.gguf.file import AGAIN, GgufFile
+from forerun.models.gguf.file import DOWNLOAD, GgufFile
 from forerun.models.gguf.tensors import IDS, ROPE_DIVISORS, read_location
 
 ARCHITECTURES = {
@@ -162,7 +162,7 @@ def llama3_scaling(file: GgufFile) -> dict[str, Any]:
     divisors = read_location(file.tensors[ROPE_DIVISORS]).double().flatten()
     factor = float(divisors.max())
     if not 0 < factor < math.inf:
-        raise UnsupportedModel(f"{file.path}: the largest divisor in rope_freqs.weight is {factor:g}: {AGAIN}")
+        raise UnsupportedModel(f"{file.path}: the largest divisor in rope_freqs.weight is {factor:g}: {DOWNLOAD}")
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3}
     theta, original = file.model_fields.number("rope.freq_base", 10_000.0), LLAMA3["original_max_position_embeddings"]
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
