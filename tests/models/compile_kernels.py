@@ -1,10 +1,9 @@
 """Compiles every kernel as it is launched, for GPUs that are not here: compile_kernels.py [--all] [ARCHITECTURE ...]
 
 The operations are called with tensors without memory, and each launch is compiled to machine code instead, with its
-warps, stages and specialised arguments. The machine code must not spill registers (attention: in no innermost loop) and
-a program's shared memory must fit. This is a separate program, since the interpreter replaces the kernels in a process
-where it is switched on. `--all` has every number format and head; without it, bfloat16 at
-the shape of Llama 3 8B.
+warps, stages and specialised arguments. The machine code must not spill registers and a program's shared memory must
+fit. This is a separate program, since the interpreter replaces the kernels in a process where it is switched on.
+`--all` has every number format and head; without it, bfloat16 at the shape of Llama 3 8B.
 """
 
 import re
@@ -53,16 +52,6 @@ FUSED = re.compile(r"fma\.rn(\.ftz)?\.f32")  # bfloat16 is added up by such inst
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 AMD_USAGE = ("vgpr_count", "private_segment_fixed_size")  # registers, and bytes that they spill
 
-# What may spill so many bytes, by kernel and the beginning of a case, and why; OUTSIDE: in no innermost loop.
-OUTSIDE = "what only the loop over splits needs is stored, so that more programs run at once"
-SPILLS = {
-    ("attend_splits", "torch.float32, heads of 256, window"): (16, OUTSIDE + ", by 3.7 for an H100"),
-    ("attend_run", "torch.bfloat16, heads of 64"): (16, OUTSIDE + ", for an A100"),
-    ("attend_run", "torch.float16, heads of 64"): (16, OUTSIDE + ", for an A100"),
-    ("group_gemm", "torch.bfloat16, INT4, 32 rows, 32 outputs, 8, 8"): (8, "two programs fit, by 3.7 for a B200"),
-    ("group_expert_gemm", "torch.float16, INT4, 16 rows"): (8, "five programs fit, by 3.6 for a B200"),
-}
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -74,25 +63,14 @@ class Launch:
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    spilled_within: int = 0  # instructions in innermost loops that store what is spilled, or load it
-
-    @property
-    def exception(self) -> tuple[int, str]:
-        """The bytes that this launch may spill, and the reason."""
-        named = (why for (kernel, case), why in SPILLS.items() if kernel == self.kernel and self.case.startswith(case))
-        return next(named, (0, ""))
 
     @override
     def __str__(self) -> str:
-        bytes_, why = self.exception
-        spills = self.spilled_bytes > bytes_ or (self.spilled_within > 0 and why.startswith(OUTSIDE))
-        spills &= self.architecture != MI300  # which is slow there and not tuned yet
-        wrong = spills, self.shared_bytes > ALL_SHARED[self.architecture]
+        spills = self.spilled_bytes > 0 and self.architecture != MI300  # which is slow there and not tuned yet
+        wrong = spills or self.shared_bytes > ALL_SHARED[self.architecture]
         return (
-            f"{'WRONG' if any(wrong) else 'fine'}: sm_{self.architecture} {self.kernel}, {self.case}: {self.registers} "
+            f"{'WRONG' if wrong else 'fine'}: sm_{self.architecture} {self.kernel}, {self.case}: {self.registers} "
             f"registers, {self.spilled_bytes} bytes spilled, {self.shared_bytes} shared"
-            + f", {self.spilled_within} spills in a loop" * bool(self.spilled_within)
-            + f" ({why})" * bool(self.spilled_bytes)
         )
 
 
@@ -273,18 +251,7 @@ def all_launches(architecture: int, everything: bool) -> Iterator[Launch]:
         for (name, case), file in files.items():
             usage = subprocess.run([READER, "-res-usage", file], capture_output=True, text=True, check=True).stdout
             registers, spilled = map(int, USAGE.findall(usage)[0])
-            shared, within = kernels.made[name, case].metadata.shared, spills_in_loops(file) if spilled else 0
-            yield Launch(name, case, architecture, registers, spilled, shared, within)
-
-
-def spills_in_loops(file: Path) -> int:
-    """The number of instructions in innermost loops that store or load spilled registers."""
-    assembly = subprocess.run([READER, "-sass", file], capture_output=True, text=True, check=True).stdout
-    code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", assembly)]
-    jumps = [(at, int(to.group(1), 16)) for at, what in code if (to := re.search(r"BRA\b.* 0x([0-9a-f]+)", what))]
-    loops = [range(to, at + 1) for at, to in jumps if to < at]
-    inner = [loop for loop in loops if not any(other != loop and other[0] in loop for other in loops)]
-    return sum(any(at in loop for loop in inner) for at, what in code if re.search(r"\b(LDL|STL)\b", what))
+            yield Launch(name, case, architecture, registers, spilled, kernels.made[name, case].metadata.shared)
 
 
 def main() -> int:

@@ -93,15 +93,14 @@ def sum_groups(
         piece = (turn * AT_ONCE + tl.arange(0, AT_ONCE))[:, None, None]
         first_input = piece * (HALVES * BYTES) + byte[None, None, :]
         inputs_at = x_at[None, :, None] + first_input
-        chunk_bytes = tl.cast(outputs, tl.int64) * BYTES
-        numbers_at = first_numbers + (lane[None, None, :] * BYTES + byte[None, :, None]) + piece * chunk_bytes
+        numbers_at = lane[None, None, :] * BYTES + byte[None, :, None] + piece * (outputs * BYTES)
         groups_at = column[None, None, :] + piece * outputs
         acc = tl.zeros((AT_ONCE, ROWS, OUTPUTS), tl.float32)
         for step in tl.range(0, (CHUNKS + SLICES * PARTS - 1) // (SLICES * PARTS), num_stages=STAGES):
             for part in tl.static_range(PARTS):
                 chunk = (step * PARTS + part) * SLICES
                 here = (chunk + piece < CHUNKS) & column_in
-                packed = tl.load(numbers_at + chunk.to(tl.int64) * chunk_bytes, mask=here, other=0)
+                packed = tl.load(first_numbers + chunk.to(tl.int64) * outputs * BYTES + numbers_at, mask=here, other=0)
                 weights = widen(packed, KIND, PTX, x_at.dtype.element_ty)
                 group = before * CHUNKS + (groups_at + chunk * outputs)
                 scale = load_groups(scales, group, here, HALVES) if SCALED else weights

@@ -43,9 +43,9 @@ class KeyMap:
 
     Key j of row i lies in block `tables[tile_of[i], j // block_size]` while j < `prefixes[i]`, and in slot
     `paths[i, j - prefixes[i]]` from there up to the row's own position. Tile t consists of rows `firsts[t]` to
-    `firsts[t] + counts[t] - 1`; they share the slots of their keys up to key `shared[t]`, a multiple of SPLIT, or of
-    all keys. `tile_of` is the tile of each row. `num_keys` bounds every position. With `num_runs` there are so many
-    tiles, and the keys of each are contiguous slots.
+    `firsts[t] + counts[t] - 1`, at most `fixed.tile_rows`; they share the slots of their keys up to key `shared[t]`, a
+    multiple of SPLIT, or of all keys. `tile_of` is the tile of each row. `num_keys` bounds every position. With
+    `num_runs` there are so many tiles, and the keys of each are contiguous slots.
     """
 
     positions: Int[Tensor, " rows"]
@@ -233,9 +233,8 @@ class TritonOps:
                 where.tile_of, where.firsts, where.counts, where.shared,
                 *score_factors(head_dim, cap), keys.stride(0), keys.stride(1),
                 where.tables.shape[1], num_splits, min(WORKERS, num_splits), window or 0, first,
-                GROUP=group, TILE=tile, QUERIES=tile // group, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1],
-                CAPPED=cap is not None, **shape,
-                **attention_sizes(width, query.element_size(), self.kernels.BLOCK_KEYS),
+                GROUP=group, TILE=tile, BLOCK_SIZE=where.block_size, PATHS=where.paths.shape[1], CAPPED=cap is not None,
+                **shape, **attention_sizes(width, query.element_size(), self.kernels.BLOCK_KEYS),
             )  # fmt: skip
             self.kernels.join_splits[(rows, part * group)](
                 largest, total, mixed, where.positions, out if sinks is None else sinks, out, num_splits, window or 0,

@@ -57,7 +57,7 @@ def attend_run(
             here = key <= last
             slot = key.to(tl.int64) * slot_stride
             k = tl.load(keys + slot[None, :] + dims[:, None], mask=here[None, :] & inside[:, None], other=0.0)
-            seen = valid[:, None] & (key[None, :] <= place[:, None])
+            seen = key[None, :] <= place[:, None]
             if WINDOWED:
                 seen = seen & (key[None, :] > place[:, None] - window)
             v = tl.load(values + slot[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)

@@ -35,9 +35,8 @@ def attend_splits(
     query, keys, values, largest, total, mixed,
     tables, positions, prefixes, paths, tile_of, firsts, counts, shared,
     scale, cap, kv_stride, slot_stride, num_blocks, num_splits, workers, window, first_kv_head,
-    HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr, WINDOWED: tl.constexpr,
+    HEADS: tl.constexpr, PART_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PATHS: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, SPLIT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of each row over each of its splits: largest score, sum of weights, weighted sum of values.
@@ -52,7 +51,7 @@ def attend_splits(
     position = tl.load(positions + i)
     lanes = tl.arange(0, TILE)
     lane_query, lane_head = lanes // GROUP, kv_head * GROUP + lanes % GROUP
-    in_tile = (lane_query < count) & (lane_query < QUERIES)
+    in_tile = lane_query < count
     tile_positions = tl.load(positions + first + lane_query, mask=in_tile, other=-1)
     tile_last = tl.max(tile_positions, 0)
     tile_end = tl.minimum(tl.load(shared + i), tile_last + 1)
@@ -69,7 +68,7 @@ def attend_splits(
         is_own = work >= num_tile
         split = tl.where(is_own, own_low + work - num_tile, tile_low + work)
         rows = tl.where(is_own, i, first) + lane_query
-        valid = (lane_query < tl.where(is_own, 1, count)) & (lane_query < QUERIES)
+        valid = lane_query < tl.where(is_own, 1, count)
         top, weight, acc = attend_split(
             query + ((rows * HEADS + first_kv_head * GROUP + lane_head) * HEAD_DIM)[:, None],
             keys + kv_head.to(tl.int64) * kv_stride, values + kv_head.to(tl.int64) * kv_stride,
@@ -115,7 +114,7 @@ def attend_split(
             slot = tl.where(on_path, tl.load(path + (key - prefix), mask=on_path, other=0).to(tl.int64), slot)
         at = slot * slot_stride
         k = tl.load(keys + at[None, :] + dims[:, None], mask=here[None, :] & inside[:, None], other=0.0)
-        seen = valid[:, None] & (key[None, :] <= positions[:, None])
+        seen = key[None, :] <= positions[:, None]
         if WINDOWED:
             seen = seen & (key[None, :] > positions[:, None] - window)
         v = tl.load(values + at[:, None] + dims[None, :], mask=here[:, None] & inside[None, :], other=0.0)
