@@ -310,3 +310,4 @@ def test_a_rejection_by_reported_probabilities_alone_leaves_the_law_open_until_i
     found = proof_of(law)
     assert law.doubtful
     assert (law.unconfirmed, bool(found.parts_without_time), found.holds) == (unconfirmed, unconfirmed, not unconfirmed)
+    assert not replace(law, adjusted_p=1e-9).unconfirmed, "the counts of both servers have rejected it too"

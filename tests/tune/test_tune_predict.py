@@ -1,5 +1,6 @@
 """The prediction: a round of a job is charged what its shape takes; the best depth is found by trying all of them."""
 
+import math
 import random
 
 import pytest
@@ -97,6 +98,33 @@ def test_a_long_prompt_is_read_in_pieces_that_nothing_is_drawn_from() -> None:
     assert found.rounds == {RoundShape(1, 1): 2}
 
 
+def test_a_long_prompt_that_a_shorter_one_has_delayed_is_read_next() -> None:
+    """In turn: 8 tokens of a short prompt, of the long one, of the other short one, then the other 17 of the long one.
+
+    After these six rounds the short ones have six and four of their ten tokens, and the long one its first.
+    """
+    texts = [text(0, num_tokens=10, num_prompt=num_prompt) for num_prompt in (26, 9, 9)]
+    found = simulate(DecodingJob(texts, 3, chunk_tokens=8), 0)
+    assert found.rounds == {RoundShape(3, 3): 4, RoundShape(2, 2): 2, RoundShape(1, 1): 3}
+
+
+def test_a_round_is_as_deep_as_its_deepest_row() -> None:
+    found = simulate(DecodingJob([text(0, depth=2, num_tokens=3), TextRounds("", 5, 3, [])], 2), 4)
+    assert found.rounds == {RoundShape(2, 4, 2, 1, 5): 1, RoundShape(2, 4, 2, 1): 1}
+
+
+def test_speed_ups_are_ratios_of_seconds_per_decoded_token() -> None:
+    """Drafted runs decode fewer tokens outside of rounds with prefill here; without any there is no speed-up."""
+    job = DecodingJob([text(3, num_tokens=num_tokens, num_prompt=30) for num_tokens in (30, 3, 12)], 2, chunk_tokens=8)
+    runs = [simulate(job, depth) for depth in (0, 4)]
+    assert runs[0].num_decoded != runs[1].num_decoded
+    plain_s, drafted_s = (
+        sum(times * round_s("", shape) for shape, times in run.rounds.items()) / run.num_decoded for run in runs
+    )
+    assert speed_up(job, round_s, "", 4) == pytest.approx(plain_s / drafted_s)
+    assert speed_up(DecodingJob([text(3, num_tokens=1)], 1), round_s, "", 4) == 1.0
+
+
 def test_the_best_depth_and_drafter_are_found_by_trying_all() -> None:
     jobs = {
         drafter: DecodingJob([noisy(rate, seed) for seed in range(4)], 2)
@@ -107,8 +135,26 @@ def test_the_best_depth_and_drafter_are_found_by_trying_all() -> None:
         (drafter, depth): speed_up(jobs[drafter], round_s, drafter, depth) for drafter in jobs for depth in range(1, 9)
     }
     assert (found.drafter, found.depth) == max(gains, key=gains.__getitem__)
-    assert found.speed_up == max(gains.values()) == max(found.by_depth)
+    assert found.speed_up == max(gains.values())
+    assert found.by_depth == tuple(max(gains[drafter, depth] for drafter in jobs) for depth in range(1, 9))
     assert found.drafter == "good"
+
+
+def test_the_interval_is_that_of_resampled_prompts_widened_for_two_samples() -> None:
+    """Of 16 prompts of two kinds a resample has between 5 and 11 of the better kind, with a probability of 90 %."""
+    worse, better = text(0, num_tokens=6), text(4, num_tokens=6)
+
+    def speed_up_with(num_better: int) -> float:
+        return speed_up(DecodingJob([worse] * (16 - num_better) + [better] * num_better, 1), round_s, "", 4)
+
+    found = interval(DecodingJob([worse, better] * 8, 1), round_s, "", 4)
+    assert found is not None
+    usual = speed_up_with(8)
+    for end, fewest, most in ((found[0], 4, 6), (found[1], 10, 12)):
+        least, greatest = (usual * (speed_up_with(num) / usual) ** math.sqrt(2) for num in (fewest, most))
+        assert least <= end <= greatest
+    assert interval(DecodingJob([better], 1), round_s, "", 4) is None
+    assert interval(DecodingJob([better] * 2, 1), round_s, "", 4) == pytest.approx([speed_up_with(16)] * 2)
 
 
 @pytest.mark.full
@@ -128,7 +174,6 @@ def test_the_interval_covers_what_other_draws_of_prompts_give(monkeypatch: pytes
         narrow += sum(middle - half <= other <= middle + half for other in others)
     assert covered >= 80
     assert narrow < 75
-    assert interval(DecodingJob([text(1)], 1), round_s, "", 4) is None
 
 
 def test_acceptance_is_counted_over_the_rounds_of_the_greatest_depth() -> None:
