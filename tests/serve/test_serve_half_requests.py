@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -68,6 +69,13 @@ def test_incomplete_heads_time_out(server: Running, sent: bytes, first: bytes, m
     assert time.monotonic() - began_s >= 0.15
     assert (b'{"status":"ok"}' in found) == bool(first)
     assert text(server) == expected()
+
+
+def test_an_idle_connection_is_open_for_longer_than_clients_reuse_it(server: Running) -> None:
+    """A request that is sent while the server closes its connection fails."""
+    reused_s = httpx.Limits().keepalive_expiry
+    assert reused_s is not None
+    assert min(connections.HEAD_S, server.server.config.timeout_keep_alive) > reused_s
 
 
 @pytest.mark.parametrize("key", ["", "unknown"], ids=["let in", "refused"])

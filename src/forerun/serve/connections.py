@@ -26,7 +26,9 @@ from forerun.serve.envelope import CLOSE, HEAD_TOO_LARGE, encode_json, id_header
 from forerun.serve.problems import ApiError
 from forerun.serve.settings import BODY_S
 
-HEAD_S = 10.0  # for a request head, since the connection or the previous answer, and for a TLS handshake
+# For a request head, since the connection or the previous answer, and for a TLS handshake. Clients of httpx reuse a
+# connection for 5 s after an answer: a request would fail if the connection were closed at that moment.
+HEAD_S = 10.0
 WRITE_S = 30.0  # a client must read at least LEAST_BYTES_S bytes per second, on average over this time
 LEAST_BYTES_S = 1024
 GRACE_S = 1.0  # after the application's limits, so that it can answer with an error first

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import signal
 import socket
 import time
@@ -50,6 +51,7 @@ class DrainingServer(uvicorn.Server):
             lifespan="off",
             ws="none",
             server_header=False,
+            timeout_keep_alive=math.ceil(HEAD_S),
             timeout_graceful_shutdown=1,
             ssl_keyfile=service.settings.tls_key,
             ssl_certfile=service.settings.tls_cert,
