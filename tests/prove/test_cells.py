@@ -1,12 +1,14 @@
 """Cells: chosen from the exact distribution alone, which also gives every impossible text."""
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from forerun.prove.cells import LEAST_EXPECTED, MOST_CELLS, TokenIds, choose_cells
+from forerun.prove.cells import LEAST_EXPECTED, MOST_CELLS, Cells, TokenIds, choose_cells
+from forerun.prove.chi_square import chi_square
 
 END = 3
 
@@ -69,3 +71,29 @@ def test_all_texts_are_counted() -> None:
     assert cells.test(exact + others).p_value > 0.5
     assert cells.test([next(iter(cells.chances))] * 1000).p_value < 1e-12
     assert cells.test([(1,) * cells.num_tokens] * 1000).p_value < 1e-12
+
+
+@pytest.mark.parametrize("rest", [LEAST_EXPECTED - 1, LEAST_EXPECTED + 1, 100])
+def test_a_rest_that_is_too_small_for_a_cell_joins_the_smallest_one(rest: int) -> None:
+    cells = Cells(1, {(0,): 0.6, (1,): 0.4 - rest / 1000}, {}, frozenset())
+    texts: Sequence[TokenIds] = [(0,)] * 590 + [(1,)] * 400 + [(2,)] * 10
+    small = chi_square([590, 410], [600, 400])
+    large = chi_square([590, 400, 10], [600, 400 - rest, rest])
+    assert astuple(cells.test(texts)) == pytest.approx(astuple(small if rest < LEAST_EXPECTED else large))
+
+
+def test_two_cells_are_enough_and_what_follows_an_unlikely_prefix_is_unknown() -> None:
+    one, two = (Cells(2, {(0, i): 0.4 for i in range(num)}, {(): {0: 1.0}}, frozenset()) for num in (1, 2))
+    assert (one.enough, two.enough) == (False, True)
+    assert (two.excludes((0, 7)), two.excludes((1, 7))) == (False, True)
+
+
+def test_no_law_is_asked_for_after_all_texts_have_ended() -> None:
+    asked = list[Sequence[TokenIds]]()
+
+    def laws(texts: Sequence[TokenIds]) -> list[dict[int, float]]:
+        asked.append(texts)
+        return [{END: 1.0}]
+
+    assert choose_cells(laws, 200, [END]).chances == {(END,): 1.0}
+    assert asked == [[()]]
