@@ -57,6 +57,8 @@ def test_specs_of_all_spellings() -> None:
         ("", 1, "name"),
         ("  ", 3, "name"),
         ("Ngram", 1, "small letters"),
+        ("./models/draft", 1, "model:DIR"),
+        ("owner/name", 6, "model:owner/name"),
         ("ngram:", 7, "after the colon"),
         ("ngram:,", 7, "after the colon"),
         ("ngram,model:A", 6, "brackets"),

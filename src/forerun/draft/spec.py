@@ -43,6 +43,8 @@ def parse_spec(text: str) -> DraftSpec:
     spec = parser.drafter()
     if parser.ahead == ",":
         parser.fail("a list of drafters needs a name and brackets, as in mix[ngram,model:DIR]")
+    if parser.ahead == "/":
+        parser.fail("a folder or a hub id follows the drafter's name, as in model:owner/name")
     if parser.ahead:
         parser.fail("remove it, or put an argument that holds brackets or commas in double quotes")
     return spec
@@ -86,7 +88,7 @@ class Parser:
         """Parse one drafter with the drafters nested in it."""
         name = NAME.match(self.text, self.at) if self.ahead else None
         if name is None:
-            self.fail("write a drafter's name here: small letters, digits and hyphens, as in ngram")
+            self.fail("write a drafter's name here, in small letters, as in ngram or model:DIR")
         self.at = name.end()
         if self.ahead == ":":
             self.at += 1
