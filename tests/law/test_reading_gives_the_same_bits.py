@@ -74,6 +74,12 @@ def read_in_chunks(decoder: Decoder, text: list[int], chunk: int) -> Tensor:
         return logits_in_pieces(Runner.of(decoder, 4096, 16), text, sizes)
 
 
+def keep(runner: Runner, seq_id: int, text: list[int]) -> None:
+    """Read more of a text and keep it."""
+    runner.read([Read(seq_id, text)])
+    runner.keep([seq_id], [range(len(text))])
+
+
 @pytest.mark.short("fp32-100-1", "bf16-1100-2")
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("length", [100, 300, 1100])
@@ -106,6 +112,17 @@ def random_tree(rng: random.Random, nodes: int, shape: str) -> list[int]:
     return [-1] + [parent(i) for i in range(1, nodes)]
 
 
+def read_tree(runner: Runner, text: list[int], tokens: list[int], parents: list[int]) -> list[list[int]]:
+    """Read a tree behind a text that is kept; the paths of its nodes, each of which has the logits of its path."""
+    count = len(tokens)
+    logits = runner.read([Read(0, tokens, parents, range(count), scratch=count)]).logits
+    paths = [runner.tails[0].path(n) for n in range(count)]
+    for node, path in enumerate(paths):
+        plain = read_in_chunks(runner.decoder, text + [tokens[n] for n in path], 64)
+        assert torch.equal(logits[node], plain[-1])
+    return paths
+
+
 SHAPES = ["chain", "star", "bush"]
 
 
@@ -120,20 +137,13 @@ def test_every_tree_node_has_the_logits_of_its_path(
         for length in (0, 5, 63, min(505, decoder.config.max_positions - 7)):
             r, text = Runner.of(decoder, 4096, 16), [rng.randrange(3, 500) for _ in range(length)]
             if text:
-                r.read([Read(0, text)])
-                r.keep([0], [range(length)])
+                keep(r, 0, text)
             nodes = rng.randrange(1, 8)
             tokens, parents = [rng.randrange(3, 500) for _ in range(nodes)], random_tree(rng, nodes, shape)
-            logits = r.read([Read(0, tokens, parents, range(nodes), scratch=nodes)]).logits
-            paths = [r.tails[0].path(n) for n in range(nodes)]
-            for node, path in enumerate(paths):
-                plain = read_in_chunks(decoder, text + [tokens[n] for n in path], 64)
-                assert torch.equal(logits[node], plain[-1])
-            chosen = rng.choice(paths)
+            chosen = rng.choice(read_tree(r, text, tokens, parents))
             r.keep([0], [chosen])
             fresh = Runner.of(decoder, 4096, 16)
-            fresh.read([Read(1, text + [tokens[n] for n in chosen])])
-            fresh.keep([1], [range(length + len(chosen))])
+            keep(fresh, 1, text + [tokens[n] for n in chosen])
             assert torch.equal(rows_of(r, 0), rows_of(fresh, 1))
 
 
@@ -143,15 +153,10 @@ def test_lower_layers_read_trees_in_the_targets_cache(drafting: list[Decoder], s
     rng, whole = random.Random(6), drafting[1]
     for layers in (1, 4):
         target, text = Runner.of(whole, 4096, 16), [rng.randrange(3, 500) for _ in range(70)]
-        target.read([Read(0, text)])
-        target.keep([0], [range(len(text))])
+        keep(target, 0, text)
         tokens, parents = [rng.randrange(3, 500) for _ in range(7)], random_tree(rng, 7, shape)
         for runner in (target.lower(layers), target):
-            logits = runner.read([Read(0, tokens, parents, range(7), scratch=7)]).logits
-            paths = [runner.tails[0].path(n) for n in range(7)]
-            for node, path in enumerate(paths):
-                plain = read_in_chunks(runner.decoder, text + [tokens[n] for n in path], 64)
-                assert torch.equal(logits[node], plain[-1])
+            read_tree(runner, text, tokens, parents)
             runner.drop([0])
         assert target.cache.length(0) == len(text)
         target.cache.check()
@@ -165,8 +170,7 @@ def test_a_tree_grown_level_by_level_has_the_logits_of_the_tree_read_at_once(dec
         text, tokens = [rng.randrange(3, 500) for _ in range(70)], [rng.randrange(3, 500) for _ in parents]
         at_once, grown = Runner.of(decoder, 4096, 16), Runner.of(decoder, 4096, 16)
         for r in (at_once, grown):
-            r.read([Read(0, text)])
-            r.keep([0], [range(len(text))])
+            keep(r, 0, text)
         expected = at_once.read([Read(0, tokens, parents, range(8), scratch=4)]).logits
         for level in levels:
             read = Read(0, [tokens[n] for n in level], [parents[n] for n in level], range(len(level)), scratch=4)
@@ -185,8 +189,7 @@ def test_cache_rows_keep_their_bits_when_they_are_moved(decoders: list[Decoder])
             i = rng.randrange(3)
             part = texts[i][done[i] : done[i] + rng.randrange(1, 9)]
             if part:
-                r.read([Read(i, part)])
-                r.keep([i], [range(len(part))])
+                keep(r, i, part)
                 done[i] += len(part)
             for j in range(3):
                 if j in r.cache:
@@ -195,6 +198,5 @@ def test_cache_rows_keep_their_bits_when_they_are_moved(decoders: list[Decoder])
         assert moves > 0
         for i, text in enumerate(texts):
             fresh = Runner.of(decoder, 4096, 16)
-            fresh.read([Read(0, text)])
-            fresh.keep([0], [range(len(text))])
+            keep(fresh, 0, text)
             assert torch.equal(rows_of(r, i), rows_of(fresh, 0))
