@@ -353,7 +353,7 @@ def test_a_drafter_whose_tokens_cannot_be_compared_is_refused(tmp_path: Path, da
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_bundled_draft_of_1024_tokens_is_accepted_about_half_as_often_as_the_familys_or_more(
     temperature: float,
 ) -> None:

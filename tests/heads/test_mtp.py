@@ -82,15 +82,15 @@ def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Proposals:
 
 
 CASES = [
-    pytest.param("deepseek", 1, False, marks=pytest.mark.full),
+    ("deepseek", 1, False),
     ("mimo", 1, False),
-    pytest.param("qwen", 2, False, marks=pytest.mark.full),
+    ("qwen", 2, False),
     ("deepseek", 3, True),
 ]
 
 
 @pytest.mark.short("deepseek-3-True-auto")
-@pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize(("naming", "count", "own_tables"), CASES)
 def test_every_chain_is_that_of_the_reference(
     naming: str, count: int, own_tables: bool, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -258,7 +258,7 @@ MUTANTS: dict[str, tuple[str, object]] = {
 
 @pytest.mark.short("torch.float32-random columns of heads", "torch.float32-final norm forgotten")
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_wrong_recipe_is_caught_and_leaves_no_files(
     mutant: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

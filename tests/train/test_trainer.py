@@ -211,7 +211,7 @@ class Stopped(Exception):
     [
         ("block", StudentSizes(layers=1, mlp=64, block=4, markov_rank=16), False),
         ("block", StudentSizes(layers=1, mlp=64, block=4, markov_rank=16), True),
-        pytest.param("mtp", StudentSizes(mlp=32), False, marks=pytest.mark.full),
+        ("mtp", StudentSizes(mlp=32), False),
     ],
 )
 def test_a_training_that_was_stopped_ends_with_the_same_weights(
