@@ -14,7 +14,7 @@ namespace forerun {
 
 constexpr int MAX_HEAD = 512;      // widest head
 constexpr int CHUNK_QUERIES = 32;  // queries, times the heads of a group, that share the keys that are read
-constexpr int64_t AHEAD_KEYS = 32;  // prefetch distance: since the last pass, weights have displaced keys and values
+constexpr int64_t AHEAD_KEYS = 32;  // from the keys that are fetched into the L1 cache to those for the L2 cache
 constexpr int MOST_WEIGHED = 4;     // queries at one position that share the values in registers
 
 struct Path {
@@ -30,20 +30,27 @@ struct Query {
   float sink;        // extra score that takes weight but has no value; minus infinity: none
 };
 
-// Prefetches the keys (or values) that follow at some distance on the 16 from `first` on.
+// Prefetches the 16 keys (or values) from `first` on into the cache of this level.
+template <int LEVEL, typename T>
+FORERUN_INLINE void fetch_into(const T* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim) {
+  const int64_t to = std::min({first + LANES, end, path.num_plain});
+  if (first >= to) return;
+  const char* const data = reinterpret_cast<const char*>(cache + path.slot(first) * head_dim);
+  for (int64_t i = 0; i < (to - first) * head_dim * int64_t{sizeof(T)}; i += 64) LEVEL == 1 ? fetch_now(data + i) : fetch(data + i);
+}
+
+// Prefetches the 16 keys (or values) from `first` on, and later ones into L2: since the last pass, weights displaced them.
 template <typename T>
 FORERUN_INLINE void fetch_keys(const T* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim) {
-  const int64_t from = first + AHEAD_KEYS, to = std::min({from + LANES, end, path.num_plain});
-  if (from >= to) return;
-  const char* const data = reinterpret_cast<const char*>(cache + path.slot(from) * head_dim);
-  for (int64_t i = 0; i < (to - from) * head_dim * int64_t{sizeof(T)}; i += 64) fetch_now(data + i);
+  fetch_into<2>(cache, path, first + AHEAD_KEYS, end, head_dim);
+  fetch_into<1>(cache, path, first, end, head_dim);
 }
 
 // 16 keys (or values) as float32; zeros beyond a head's width and for keys from `end` on.
 template <typename T>
 inline void load_block(const T* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width,
                        float* block) {
-  fetch_keys(cache, path, first, end, head_dim);
+  fetch_keys(cache, path, first + LANES, end, head_dim);
   for (int k = 0; k < LANES; k++) {
     float* to = block + k * width;
     if (first + k >= end) {
@@ -177,6 +184,7 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
   alignas(64) float sums[CHUNK_QUERIES][MAX_HEAD];
   float totals[CHUNK_QUERIES];
   Blocks blocks;
+  fetch_keys(keys, path, first, end, head_dim);
   scores.resize(count * stride);
   Number* const weights = reinterpret_cast<Number*>(scores.data());  // the weights of a query overwrite its scores
   for (int64_t i = 0; i < count; i++) {
@@ -194,6 +202,7 @@ void attend(const std::vector<Query>& queries, const Path& path, const T* keys, 
           some, [&](auto number) { blocks.template score<number>(q + i, width, &scores[i * stride + key - first], stride); });
     }
   }
+  fetch_keys(values, path, first, end, head_dim);
   for (int64_t i = 0; i < count; i++) {
     const Query& query = queries[i];
     const int64_t begin = seen_from(query) / LANES * LANES;  // the first block that this query sees

@@ -15,7 +15,7 @@ struct BlockRows {
   alignas(64) bfloat16 copy[LANES * MAX_HEAD];
 
   void find(const bfloat16* cache, const Path& path, int64_t first, int64_t end, int64_t head_dim, int64_t width) {
-    fetch_keys(cache, path, first, end, head_dim);
+    fetch_keys(cache, path, first + LANES, end, head_dim);
     if (head_dim == width && first + LANES <= std::min(end, path.num_plain)) {  // consecutive slots
       const bfloat16* const at = cache + path.slot(first) * head_dim;
       for (int k = 0; k < LANES; k++) row[k] = at + k * head_dim;
