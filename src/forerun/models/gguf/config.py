@@ -91,9 +91,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     config["dtype"] = UNQUANTIZED.get("" if output is None else output.format, "bfloat16")
     config["query_pre_attn_scalar"] = query_scalar(file, config)
     if FAMILIES[name].rotary_share is not None:
-        width = (
-            config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) or 1
-        )  # 0 is refused later
+        # A width of 0 is refused later.
+        width = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) or 1
         config["partial_rotary_factor"] = fields.whole("rope.dimension_count", width) / width
     scaling = rope_scaling(file, config)
     if scaling:
